@@ -1,0 +1,62 @@
+# Everything here sets itself up: a Python of at least 3.11 and a package index are all that is needed.
+#
+#   make demo     look at a recorded checkpoint, check the model against its recording, generate from it
+#   make test     formatting, lint, types, and the whole test suite
+#
+# PYTHON=... chooses the interpreter, PYTEST_ARGS=... is handed to pytest, VENV=... is where things are installed.
+
+SHELL := /bin/bash
+VENV ?= .venv
+MODEL := tests/golden/tiny8_f32_noqat
+READY := $(VENV)/.ready
+BIN := $(VENV)/bin
+
+# The first interpreter that runs and is new enough. A pyenv shim may exist for a version that is not active, so each is tried.
+NEW_ENOUGH := import ensurepip, sys, venv; sys.exit(sys.version_info < (3, 11))
+PYTHON ?= $(shell for python in python3 python python3.11 python3.12 python3.13 python3.14; do \
+	$$python -c '$(NEW_ENOUGH)' >/dev/null 2>&1 && { echo $$python; break; }; done)
+
+# Compiled programs are kept between runs and shared between test processes.
+export JAX_COMPILATION_CACHE_DIR ?= $(CURDIR)/build/jax-cache
+
+.PHONY: help setup test demo lint format smoke wheel clean
+
+help:
+	@sed -n '/^#   make/s/^# *//p' Makefile
+	@echo "also: make lint, make format, make smoke, make wheel, make clean"
+
+setup: $(READY)
+
+$(READY): pyproject.toml
+	@test -n "$(PYTHON)" || { echo "No Python of at least 3.11 with venv found; say PYTHON=/path/to/python" >&2; exit 1; }
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install -qq --disable-pip-version-check --editable '.[test]'
+	touch $@
+
+lint: $(READY)
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/pyright --pythonpath $(BIN)/python
+
+format: $(READY)
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+test: lint
+	JAX_PLATFORMS=$${JAX_PLATFORMS:-cpu} $(BIN)/python -m pytest -n 2 $(PYTEST_ARGS)
+
+smoke: $(READY)
+	JAX_PLATFORMS=$${JAX_PLATFORMS:-cpu} $(BIN)/python -m pytest -n 2 -m smoke $(PYTEST_ARGS)
+
+demo: $(READY)
+	@mkdir -p build
+	$(BIN)/csa2 inspect $(MODEL) --png build/plan.png
+	$(BIN)/csa2 check $(MODEL)
+	$(BIN)/csa2 generate --model $(MODEL) --prompt-ids 3,14,15,92,65,35 --max-new-tokens 16
+
+wheel: $(READY)
+	$(BIN)/python -m pip wheel -qq --disable-pip-version-check --no-deps --wheel-dir dist .
+	@ls dist
+
+clean:
+	rm -rf build dist .pytest_cache .ruff_cache .hypothesis

@@ -1,0 +1,121 @@
+"""DSpark draft head: a few window-only stages propose a block of tokens from the backbone's middle, then a Markov head links them.
+
+    main_x = main_norm(main_proj(concat of the copy-means at the target layers)), one row per consumed token
+    stage windows hold fp8(rope(kv_norm(wkv main_x)));  draft queries see the window and the whole block (bidirectional)
+    logits_i = head(norm(x_i)) + markov_head(markov_embed(token_i)),  token_{i+1} = argmax;  confidence_i is a raw logit
+
+The inputs of a draft behind position p are the token just sampled (it sits at p + 1) and noise ids, at positions p + 1 ...
+Source: arXiv 2609.19969 (DSpark).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax import lax
+
+from csa2_jax import rope
+from csa2_jax.block import Block
+from csa2_jax.config import ModelConfig
+from csa2_jax.layers import Linear, ParamFactory, RMSNorm, take_layer
+from csa2_jax.numerics import Numerics, einsum
+from csa2_jax.residual import collapse, expand
+from csa2_jax.state import Step, window_history, window_tail
+from kernels_pallas import sparse_attention
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Draft:
+    """A drafted block: ids [B, block + 1] (the given token first), logits f32 [B, block, V], confidence f32 [B, block]."""
+
+    ids: jax.Array
+    logits: jax.Array
+    confidence: jax.Array
+
+
+class DraftHead(nnx.Module):
+    """The stages (stacked blocks of SWA layers with their own experts) and the heads around them."""
+
+    def __init__(self, config: ModelConfig, make: ParamFactory) -> None:
+        d, v, rank = config.hidden_size, config.vocab_size, config.dspark_markov_rank
+        self.main_proj = Linear(d, d * len(config.dspark_target_layer_ids), make, storage="fp8")
+        self.main_norm = RMSNorm(d, make)
+        self.stages = Block(config, make, stack=(config.num_nextn_predict_layers,), draft=True)
+        self.norm = RMSNorm(d, make)
+        self.markov_embed = nnx.Dict(weight=make.normal((v, rank)))
+        self.markov_head = nnx.Dict(weight=make.normal((v, rank)))
+        self.confidence = nnx.Dict(weight=make.normal((1, d + rank), jnp.dtype(jnp.float32)))
+
+    def window_rows(self, main_BTE: jax.Array, step: Step, config: ModelConfig, numerics: Numerics) -> jax.Array:
+        """Window tails of all stages [stages, B, R, H] for the tokens of a call, from the joined copy-means."""
+        main_BTD = self.main_norm(self.main_proj(main_BTE, numerics), config.rms_norm_eps, numerics)
+        rows = []
+        for stage in range(config.num_nextn_predict_layers):
+            attn = take_layer(self.stages.attn, stage)
+            kv = attn.window_kv(main_BTD, step.rope_window, config, numerics)
+            rows.append(window_tail(kv, step.count_B, config.sliding_window))
+        return jnp.stack(rows)
+
+    def __call__(
+        self,
+        token_B: jax.Array,
+        window_LBWH: jax.Array,
+        length_B: jax.Array,
+        embed_VD: jax.Array,
+        head_VD: jax.Array,
+        config: ModelConfig,
+        numerics: Numerics,
+    ) -> Draft:
+        """Draft behind `length_B` consumed tokens, the next of which is already known to be `token_B`."""
+        batch, block, width = token_B.shape[0], config.dspark_block_size, config.sliding_window
+        noise = jnp.full((batch, block - 1), config.dspark_noise_token_id, jnp.int32)
+        inputs = jnp.concatenate([token_B[:, None].astype(jnp.int32), noise], axis=1)
+        x_BTSD, pre_BTS = expand(embed_VD[inputs].astype(numerics.dtype), config.hc_mult)
+        position_BT = length_B[:, None] + jnp.arange(block)
+        rotation = rope.table(position_BT, rope.layer_frequencies(config, reads_pool=False))
+        first_BT = jnp.broadcast_to(jnp.maximum(width - length_B, 0)[:, None], position_BT.shape)
+        for stage in range(config.num_nextn_predict_layers):
+            module = take_layer(self.stages, stage)
+            history_BWH = window_history(window_LBWH, stage, length_B)
+
+            def attend(h_BTD: jax.Array, module: Block = module, history: jax.Array = history_BWH) -> tuple[jax.Array, None]:
+                attn = module.attn
+                q_BTNH = attn.query(attn.query_input(h_BTD, config, numerics), rotation, config, numerics)
+                kv_BTH = attn.window_kv(h_BTD, rotation, config, numerics).astype(history.dtype)
+                rows = jnp.concatenate([history, kv_BTH], axis=1)
+                scale = config.head_dim**-0.5
+                o, _ = sparse_attention(
+                    q_BTNH, rows, first_BT, attn.attn_sink[...], window=width, scale=scale, causal=False
+                )
+                return attn.output(o, rotation, config, numerics), None
+
+            x_BTSD, pre_BTS, _ = module.attention_part(x_BTSD, pre_BTS, attend, config, numerics)
+            x_BTSD, pre_BTS, _ = module.feed_forward_part(x_BTSD, pre_BTS, stage, None, config, numerics)
+        x_BTD = collapse(x_BTSD, pre_BTS, numerics)
+        h_BTD = self.norm(x_BTD, config.rms_norm_eps, numerics).astype(jnp.float32)
+        base_BTV = einsum("btd,vd->btv", h_BTD, head_VD.astype(jnp.float32))
+        return self._link(token_B, x_BTD, base_BTV, block)
+
+    def _link(self, token_B: jax.Array, x_BTD: jax.Array, base_BTV: jax.Array, block: int) -> Draft:
+        """Left to right: each token shifts the logits of the next through the Markov head."""
+        embed, head, proj = (w["weight"][...] for w in (self.markov_embed, self.markov_head, self.confidence))
+
+        def link(token_B: jax.Array, xs: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, tuple[jax.Array, ...]]:
+            base_BV, x_BD = xs
+            e_BE = embed[token_B]
+            logits = base_BV + einsum("be,ve->bv", e_BE.astype(jnp.float32), head.astype(jnp.float32))
+            joined = jnp.concatenate([x_BD.astype(jnp.float32), e_BE.astype(jnp.float32)], axis=-1)
+            confidence = einsum("bd,od->bo", joined, proj)[:, 0]
+            token_B = jnp.argmax(logits, axis=-1).astype(jnp.int32)
+            return token_B, (token_B, logits, confidence)
+
+        xs = (jnp.moveaxis(base_BTV, 1, 0), jnp.moveaxis(x_BTD, 1, 0))
+        _, (ids, logits, confidence) = lax.scan(link, token_B.astype(jnp.int32), xs, length=block)
+        ids = jnp.concatenate([token_B[:, None].astype(jnp.int32), ids.T], axis=1)
+        return Draft(ids, jnp.moveaxis(logits, 0, 1), confidence.T)
+
+

@@ -1,0 +1,159 @@
+"""Parameter holders: weights plain, fp8 or fp4, RMSNorm, and the picking of one layer out of a stack.
+
+Weights keep the checkpoint's orientation [out, in]. Parameters of many layers are one array with leading stack axes;
+`take_layer` gives the module of one layer, reading `stack[layer]` so that a scan can close over the whole stack.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TypeVar
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax import lax
+
+from csa2_jax import formats
+from csa2_jax.numerics import Numerics, einsum
+
+
+_M = TypeVar("_M", bound=nnx.Module)
+
+
+class ExpertParam(nnx.Param):
+    """A routed-expert stack: `take_layer` leaves it whole, because a slice would copy every expert of the layer."""
+
+
+@dataclasses.dataclass
+class ParamFactory:
+    """Makes the parameters of a model: abstract or zero without `key`, randomly initialised with it.
+
+    plain: dtype of unquantised weights. quantised: whether fp8 / fp4 linears keep their stored codes and scales.
+    """
+
+    plain: jnp.dtype
+    quantised: bool
+    key: jax.Array | None = None
+    std: float = 0.02
+
+    def normal(self, shape: tuple[int, ...], dtype: jnp.dtype | None = None, *, kind: type[nnx.Param] = nnx.Param) -> nnx.Param:
+        """A weight, normal(0, std) when initialising."""
+        dtype = dtype or self.plain
+        if self.key is None:
+            return kind(jnp.zeros(shape, dtype))
+        self.key, key = jax.random.split(self.key)
+        return kind((jax.random.normal(key, shape, jnp.float32) * self.std).astype(dtype))
+
+    def full(self, shape: tuple[int, ...], value: float, dtype: jnp.dtype | None = None) -> nnx.Param:
+        """A constant: norm gains, biases, scales."""
+        return nnx.Param(jnp.full(shape, value, dtype or self.plain))
+
+
+class Linear(nnx.Module):
+    """y = x W^T for a weight [out, in] kept as `storage`: "plain", "f32", "fp8" or "fp4" (the latter two only if quantised)."""
+
+    def __init__(
+        self,
+        out_features: int,
+        in_features: int,
+        make: ParamFactory,
+        *,
+        stack: tuple[int, ...] = (),
+        storage: str = "plain",
+        kind: type[nnx.Param] = nnx.Param,
+    ) -> None:
+        self.scale: nnx.Param | None = None
+        quantised = make.quantised and storage in ("fp8", "fp4")
+        if quantised and make.key is not None:
+            raise ValueError("quantised weights cannot be initialised at random; initialise plain ones and quantise them")
+        if not quantised:
+            dtype = jnp.dtype(jnp.float32) if storage == "f32" else None
+            self.weight = make.normal((*stack, out_features, in_features), dtype, kind=kind)
+        elif storage == "fp8":
+            self.weight = kind(jnp.zeros((*stack, out_features, in_features), jnp.float8_e4m3fn))
+            self.scale = kind(jnp.zeros((*stack, -(-out_features // 32), -(-in_features // 32)), jnp.uint8))
+        else:
+            self.weight = kind(jnp.zeros((*stack, out_features, in_features // 2), jnp.uint8))
+            self.scale = kind(jnp.zeros((*stack, out_features, -(-in_features // 32)), jnp.uint8))
+
+    def __call__(self, x: jax.Array, numerics: Numerics) -> jax.Array:
+        """x [..., in] -> [..., out], cast to the compute dtype."""
+        scale = None if self.scale is None else self.scale[...]
+        return numerics.cast(linear(x, self.weight[...], scale, numerics))
+
+
+def linear(x: jax.Array, weight: jax.Array, scale: jax.Array | None, numerics: Numerics) -> jax.Array:
+    """x [..., K] times weight [N, K] transposed, f32 [..., N].
+
+    A quantised weight is multiplied as the released GEMM does: x rounded to fp8 in groups of 32 along K (when roundings are
+    on), a dot product per 32-wide block of K, times (activation scale * weight scale), blocks added in f32 in ascending order.
+    """
+    if scale is None:
+        return einsum("...k,nk->...n", x, weight.astype(x.dtype))
+    elements = formats.unpack_e2m1(weight) if weight.dtype == jnp.uint8 else weight.astype(jnp.float32)
+    out, width = elements.shape
+    blocks = -(-width // 32)
+    exponent_NB = formats.e8m0_exponent(scale)
+    if weight.dtype != jnp.uint8:  # one scale per 32 x 32 tile
+        exponent_NB = jnp.repeat(exponent_NB, 32, axis=0)[:out]
+    pad = blocks * 32 - width
+    x = jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, pad)])
+    # e4m3 and e2m1 elements are exact in bf16, whose products accelerators add in f32 at full speed.
+    elements = jnp.pad(elements, ((0, 0), (0, pad))).astype(jnp.bfloat16 if numerics.fake_quant else x.dtype)
+    elements_NBk = elements.reshape(out, blocks, 32)
+    if numerics.fake_quant:
+        rows, exponent = formats.quantise(lax.stop_gradient(x), formats.OPERAND)
+        rows = rows.astype(jnp.bfloat16)
+    else:
+        rows, exponent = x.reshape(*x.shape[:-1], blocks, 32), None
+
+    def add_block(block: jax.Array | int, total: jax.Array) -> jax.Array:
+        row = lax.dynamic_index_in_dim(rows, block, axis=rows.ndim - 2, keepdims=False)
+        part = lax.dynamic_index_in_dim(elements_NBk, block, axis=1, keepdims=False)
+        shift = lax.dynamic_index_in_dim(exponent_NB, block, axis=1, keepdims=False)
+        if exponent is not None:
+            shift = shift + lax.dynamic_index_in_dim(exponent, block, axis=exponent.ndim - 1, keepdims=True)
+        return total + formats.times_power_of_two(einsum("...k,nk->...n", row, part), shift)
+
+    total = jnp.zeros((*x.shape[:-1], out), jnp.float32)
+    if blocks <= 2:
+        for block in range(blocks):
+            total = add_block(block, total)
+        return total
+    return lax.fori_loop(0, blocks, add_block, total)
+
+
+def dequantise(weight: jax.Array, scale: jax.Array | None, dtype: jnp.dtype) -> jax.Array:
+    """A stored weight as plain numbers of `dtype`: fp8 [..., N, K] with a scale per 32 x 32 tile, or per row and 32 columns."""
+    if scale is None:
+        return weight.astype(dtype)
+    elements = formats.unpack_e2m1(weight) if weight.dtype == jnp.uint8 else weight.astype(jnp.float32)
+    exponent = jnp.repeat(formats.e8m0_exponent(scale), 32, axis=-1)[..., : elements.shape[-1]]
+    if exponent.shape[-2] != elements.shape[-2]:
+        exponent = jnp.repeat(exponent, 32, axis=-2)[..., : elements.shape[-2], :]
+    return formats.round_to(formats.times_power_of_two(elements, exponent), dtype)
+
+
+class RMSNorm(nnx.Module):
+    """x * rsqrt(mean(x^2) + eps) * weight, all in f32, cast once to the compute dtype."""
+
+    def __init__(self, features: int, make: ParamFactory, *, stack: tuple[int, ...] = ()) -> None:
+        self.weight = make.full((*stack, features), 1.0)
+
+    def __call__(self, x: jax.Array, eps: float, numerics: Numerics) -> jax.Array:
+        """x [..., features] normalised over its last axis."""
+        x = x.astype(jnp.float32)
+        return numerics.cast(x * inverse_rms(x, eps) * self.weight[...].astype(jnp.float32))
+
+
+def inverse_rms(x: jax.Array, eps: float) -> jax.Array:
+    """rsqrt(mean(x^2) + eps) over the last axis, kept; the released eps of 1e-20 needs f32."""
+    return lax.rsqrt(jnp.mean(jnp.square(x), axis=-1, keepdims=True) + jnp.float32(eps))
+
+
+def take_layer(stacked: _M, layer: jax.Array | int) -> _M:
+    """The module of one layer out of a stack (routed experts stay stacked, see `ExpertParam`)."""
+    graphdef, experts, rest = nnx.split(stacked, ExpertParam, ...)
+    return nnx.merge(graphdef, experts, jax.tree.map(lambda a: a[layer], rest))
+

@@ -1,0 +1,410 @@
+"""The whole text model: embed, encode to H_20, decode, logits; and the public door `forward`.
+
+`Model` holds stacked parameters and static choices. `forward` is one function for every call shape: T >= 1 new tokens per row at
+that row's own position, ragged rows, with a cache or without. Prefill chunk, decode step and verification of drafts are the
+same code and one jit each.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jaxtyping import Array, Float, Int
+
+from csa2_jax import rope
+from csa2_jax.block import Block
+from csa2_jax.compressor import Compressor
+from csa2_jax.config import ModelConfig
+from csa2_jax.dspark import DraftHead
+from csa2_jax.engram import Engram, EngramTable, hash_rows, history_ids, next_history, product_table
+from csa2_jax.indexer import Indexer
+from csa2_jax.layers import ParamFactory, RMSNorm
+from csa2_jax.numerics import Numerics, WeightStorage, einsum
+from csa2_jax.plan import Segment
+from csa2_jax.residual import collapse, expand
+from csa2_jax.stack import Walk, Weights, stack_tails
+from csa2_jax.state import Cache, Flow, Pool, Step, make_pools, pool_name, write_windows
+
+CAPTURES = frozenset(
+    {
+        *("attn_in", "attn_q", "attn_o", "attn_out", "window_kv", "latent", "selections", "candidates", "index_scores"),
+        *("ffn_in", "ffn_out", "gate_idx", "gate_w", "hidden", "pre_mix", "main_hidden", "engram_rows"),
+    }
+)
+
+
+class Constant(nnx.Variable):
+    """Numbers derived from configuration and tokenizer: not trained, not in the checkpoint."""
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class ForwardOutput:
+    """What a forward returns.
+
+    logits: f32 [B, T, V], or [B, V] of each row's last real token. Unspecified at padded positions.
+    captured: what `capture` asked for, by name and then by layer id.
+    """
+
+    logits: jax.Array
+    captured: dict[str, Any]
+
+    @property
+    def selections(self) -> dict[int, jax.Array]:
+        """Per layer that selects: int32 [B, T, K] pool entries, ascending, -1 none. Needs capture=("selections",)."""
+        return self._captured("selections")
+
+    @property
+    def hidden(self) -> dict[int, jax.Array]:
+        """Per layer: the residual streams [B, T, S, D] behind it. Needs capture=("hidden",)."""
+        return self._captured("hidden")
+
+    def _captured(self, name: str) -> dict[int, jax.Array]:
+        if name not in self.captured:
+            raise ValueError(f"this output holds no {name!r}: ask for it with forward(..., capture=({name!r},))")
+        return self.captured[name]
+
+
+class Model(nnx.Module):
+    """A DeepSeek-V4.1 model: parameters as stacks over layers, everything else static.
+
+    weights: "stored" keeps fp8 / fp4 codes as the checkpoint has them and plain weights in the compute dtype; "float32" and
+        "bfloat16" hold every weight plainly. mHC, sinks, router and the m > 1 compressor are f32 always.
+    scan_layers: False unrolls the layer stack (the same numbers; for debugging).
+    key: initialise at random; without it all weights are zero (or abstract under `nnx.eval_shape`).
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        *,
+        numerics: Numerics | None = None,
+        weights: WeightStorage = "stored",
+        scan_layers: bool = True,
+        token_map: np.ndarray | None = None,
+        key: jax.Array | None = None,
+    ) -> None:
+        if weights not in ("stored", "float32", "bfloat16"):
+            raise ValueError(f"{weights=} must be 'stored', 'float32' or 'bfloat16'")
+        self.config, self.numerics, self.scan_layers = config, numerics or Numerics(), scan_layers
+        check_roundings(config, self.numerics)
+        plain = self.numerics.dtype if weights == "stored" else jnp.dtype(weights)
+        make = ParamFactory(plain, config.quantized and weights == "stored", key)
+        plan, d, v = config.plan, config.hidden_size, config.vocab_size
+        self.embed = nnx.Dict(weight=make.normal((v, d)))
+        self.norm = RMSNorm(d, make)
+        self.head = nnx.Dict(weight=make.normal((v, d)))
+        self.layers = Block(config, make, stack=(config.num_hidden_layers,))
+        self.compressors = nnx.Dict(
+            {pool_name(m): Compressor(config, m, make, stack=(len(plan.pool_layers(m)),)) for m in plan.ratios}
+        )
+        selecting = len(plan.index_layers)
+        self.indexers = Indexer(config, make, stack=(selecting,)) if selecting else None
+        tables = len(config.engram_layer_ids)
+        self.engram = Engram(config, make, stack=(tables,)) if tables else None
+        self.engram_tables = nnx.List([EngramTable(rows, config, make) for rows in config.engram_num_embeddings])
+        constants = ngram_arrays(config, token_map)
+        self.token_map = Constant(constants["token_map"]) if tables else None
+        self.ngram_products = Constant(constants["ngram_products"]) if tables else None
+        self.draft = DraftHead(config, make) if config.num_nextn_predict_layers else None
+
+    # ---- the forward, as a pure function of arrays ----
+
+    def __call__(
+        self,
+        tokens_BT: jax.Array,
+        cache: Cache | None,
+        count_B: jax.Array,
+        *,
+        all_logits: bool = True,
+        capture: frozenset[str] = frozenset(),
+    ) -> tuple[ForwardOutput, Cache | None]:
+        """Append each row's first `count_B` tokens to `cache` (or start from nothing). Called under jit by `forward`."""
+        config = self.config
+        step = self._step(tokens_BT, cache, count_B)
+        walk, ids_BU = self._walk(tokens_BT, cache, step, capture)
+        flow = self._embed(tokens_BT, cache, capture)
+        pools = cache.pools if cache is not None else self._transient_pools(tokens_BT)
+        flow, pools, tails, captured = self.encode(walk, flow, pools)
+        flow, pools, decoder_tails, decoder_captured = self.decode(walk, flow, pools)
+        for name, by_layer in decoder_captured.items():
+            captured.setdefault(name, {}).update(by_layer)
+        if "main_hidden" in capture:
+            captured["main_hidden"] = _join_targets(flow.main_BTQD)
+        if "engram_rows" in capture:
+            captured["engram_rows"] = dict(zip(config.engram_layer_ids, walk.engram_rows, strict=True))
+        out = ForwardOutput(self.logits(flow, None if all_logits else count_B), captured)
+        if cache is None:
+            return out, None
+        return out, self._next_cache(cache, step, flow, pools, tails | decoder_tails, ids_BU)
+
+    def encode(self, walk: Walk, flow: Flow, pools: dict[str, Pool]) -> tuple[Flow, dict[str, Pool], dict, dict]:
+        """Layers below the decoder: their output, collapsed and normed by the decoder's first layer, is H_20."""
+        return walk.segments(self.config.plan.encoder_segments, flow, pools)
+
+    def decode(self, walk: Walk, flow: Flow, pools: dict[str, Pool]) -> tuple[Flow, dict[str, Pool], dict, dict]:
+        """The decoder: its first layer makes the one pool that all of it reads."""
+        return walk.segments(self.config.plan.decoder_segments, flow, pools)
+
+    def logits(self, flow: Flow, last_of_B: jax.Array | None = None) -> jax.Array:
+        """f32 logits; `last_of_B` (token counts) keeps only each row's last real token."""
+        x_BTSD, pre_BTS = flow.x_BTSD, flow.pre_BTS
+        if last_of_B is not None:
+            last = jnp.maximum(last_of_B - 1, 0)[:, None]
+            x_BTSD = jnp.take_along_axis(x_BTSD, last[..., None, None], axis=1)
+            pre_BTS = jnp.take_along_axis(pre_BTS, last[..., None], axis=1)
+        h_BTD = self.norm(collapse(x_BTSD, pre_BTS, self.numerics), self.config.rms_norm_eps, self.numerics)
+        logits = head_logits(h_BTD, self.head["weight"][...])
+        return logits if last_of_B is None else logits[:, 0]
+
+    # ---- pieces ----
+
+    def _step(self, tokens_BT: jax.Array, cache: Cache | None, count_B: jax.Array) -> Step:
+        config, (batch, tokens) = self.config, tokens_BT.shape
+        start_B = jnp.zeros(batch, jnp.int32) if cache is None else cache.length_B
+        history = 0 if cache is None else config.sliding_window
+        offset = jnp.arange(tokens, dtype=jnp.int32)
+        position_BT = start_B[:, None] + offset
+        # Row r of concat(history, new) holds position start - history + r; a query reads the last W of them, none before 0.
+        first_BT = jnp.maximum(history + offset - config.sliding_window + 1, history - start_B[:, None])
+        image_BT = tokens_BT == config.image_token_id if config.has_vision and config.image_token_id is not None else None
+        return Step(
+            start_B=start_B,
+            count_B=count_B,
+            position_BT=position_BT,
+            first_BT=jnp.maximum(first_BT, 0),
+            image_BT=image_BT,
+            rope_window=rope.table(position_BT, rope.layer_frequencies(config, reads_pool=False)),
+            rope_pool=rope.table(position_BT, rope.layer_frequencies(config, reads_pool=True)),
+        )
+
+    def _walk(
+        self, tokens_BT: jax.Array, cache: Cache | None, step: Step, capture: frozenset[str]
+    ) -> tuple[Walk, jax.Array | None]:
+        config = self.config
+        ids_BU, rows = None, []
+        if self.token_map is not None and self.ngram_products is not None:
+            kept = config.engram_max_ngram_size - 1
+            history_BE = jnp.full((tokens_BT.shape[0], kept), -1, jnp.int32) if cache is None else cache.ngram_BE
+            ids_BU = history_ids(tokens_BT, history_BE, self.token_map[...], step.image_BT)
+            pad_id = self.token_map[...][config.engram_pad_token_id]
+            for i, constants in enumerate(config.engram_constants):
+                rows.append(hash_rows(ids_BU, self.ngram_products[i], constants, pad_id, tokens_BT.shape[1]))
+        walk = Walk(
+            config=config,
+            numerics=self.numerics,
+            weights=Weights(self.layers, dict(self.compressors.items()), self.indexers, self.engram, list(self.engram_tables)),
+            step=step,
+            window_LBWH=None if cache is None else cache.window_LBWH,
+            engram_rows=rows,
+            pools_shared=cache is None,
+            capture=capture,
+            unroll=not self.scan_layers,
+            window_dtype=self.numerics.dtype if cache is None else cache.window_LBWH.dtype,
+        )
+        return walk, ids_BU
+
+    def _embed(self, tokens_BT: jax.Array, cache: Cache | None, capture: frozenset[str]) -> Flow:
+        config, (batch, tokens) = self.config, tokens_BT.shape
+        x_BTSD, pre_BTS = expand(self.embed["weight"][...][tokens_BT].astype(self.numerics.dtype), config.hc_mult)
+        wants_main = "main_hidden" in capture or (cache is not None and cache.draft_window_LBWH is not None)
+        targets = len(config.dspark_target_layer_ids)
+        main = jnp.zeros((batch, tokens, targets, config.hidden_size), self.numerics.dtype) if wants_main else None
+        none = functools.partial(jnp.full, fill_value=-1, dtype=jnp.int32)
+        return Flow(
+            x_BTSD=x_BTSD,
+            pre_BTS=pre_BTS,
+            main_BTQD=main,
+            selection_BTK=none((batch, tokens, config.index_topk)),
+            candidates_BTC=none((batch, tokens, config.candidate_topk_blocks if config.has_candidates else 0)),
+        )
+
+    def _transient_pools(self, tokens_BT: jax.Array) -> dict[str, Pool]:
+        """Without a cache a pool lives for this call, and one group per ratio is enough: no two are read at once."""
+        batch, tokens = tokens_BT.shape
+        return make_pools(self.config, batch, tokens, self.numerics.dtype, one_group=True)
+
+    def _next_cache(
+        self, cache: Cache, step: Step, flow: Flow, pools: dict[str, Pool], tails: dict[int, jax.Array], ids_BU: jax.Array | None
+    ) -> Cache:
+        config = self.config
+        draft_window = cache.draft_window_LBWH
+        if draft_window is not None and self.draft is not None and flow.main_BTQD is not None:
+            rows = self.draft.window_rows(_join_targets(flow.main_BTQD), step, config, self.numerics)
+            draft_window = write_windows(draft_window, rows, step)
+        ngram_BE = cache.ngram_BE
+        if ids_BU is not None:
+            ngram_BE = next_history(ids_BU, step.count_B, ngram_BE.shape[1])
+        return Cache(
+            length_B=cache.length_B + step.count_B,
+            decoder_from_B=cache.decoder_from_B,
+            ngram_BE=ngram_BE,
+            window_LBWH=write_windows(cache.window_LBWH, stack_tails(tails, config.num_hidden_layers), step),
+            draft_window_LBWH=draft_window,
+            pools=pools,
+            max_length=cache.max_length,
+        )
+
+
+def head_logits(h_BTD: jax.Array, weight_VD: jax.Array) -> jax.Array:
+    """f32 logits [B, T, V] of normed h."""
+    return einsum("btd,vd->btv", h_BTD.astype(jnp.float32), weight_VD.astype(jnp.float32))
+
+
+def check_roundings(config: ModelConfig, numerics: Numerics) -> None:
+    """Refuse widths that the fp8 and fp4 groups do not divide, before anything is allocated."""
+    if not numerics.fake_quant:
+        return
+    widths = [("head_dim", config.head_dim, 32)]
+    if config.index_n_heads:
+        widths.append(("index_head_dim", config.index_head_dim, 32))
+    for name, width, group in widths:
+        if width % group:
+            raise ValueError(f"{name}={width} must be a multiple of {group} for the roundings; pass fake_quant=False to go without")
+
+
+def ngram_arrays(config: ModelConfig, token_map: np.ndarray | None) -> dict[str, np.ndarray]:
+    """The Engram constants as arrays: token_map int32 [V] and ngram_products uint32 [layer, look-back, id, 2].
+
+    Raises ValueError unless the map has one id per vocabulary entry and exactly the compressed vocabulary the config declares.
+    Without a map (abstract models) the map is zeros.
+    """
+    if not config.engram_layer_ids:
+        return {}
+    declared = config.engram_compressed_vocab_size
+    if token_map is None:
+        token_map = np.zeros(config.vocab_size, np.int32)
+    elif token_map.shape != (config.vocab_size,) or len(np.unique(token_map)) != declared or token_map.max() != declared - 1:
+        raise ValueError(
+            f"the token map has {token_map.shape} ids and {len(np.unique(token_map))} compressed ones, the configuration needs "
+            f"vocab_size={config.vocab_size} and engram_compressed_vocab_size={declared}: it belongs to another tokenizer"
+        )
+    products = np.stack([product_table(c, declared) for c in config.engram_constants])
+    return {"token_map": token_map.astype(np.int32), "ngram_products": products}
+
+
+def _join_targets(main_BTQD: jax.Array | None) -> jax.Array:
+    assert main_BTQD is not None
+    return main_BTQD.reshape(*main_BTQD.shape[:2], -1)
+
+
+# ---- public door ----
+
+
+def init_model(
+    config: ModelConfig,
+    seed: int = 0,
+    *,
+    compute_dtype: str = "bfloat16",
+    fake_quant: bool = True,
+    scan_layers: bool = True,
+    token_map: np.ndarray | None = None,
+) -> Model:
+    """A randomly initialised model (weights normal(0, 0.02), norms 1), made in one jit; weights in the compute dtype."""
+    numerics = Numerics(compute_dtype, fake_quant)  # type: ignore[arg-type]
+
+    def make(key: jax.Array | None) -> Model:
+        return Model(
+            config, numerics=numerics, weights=numerics.compute_dtype, scan_layers=scan_layers, token_map=token_map, key=key
+        )
+
+    graphdef = nnx.graphdef(nnx.eval_shape(lambda: make(jax.random.key(0))))
+    state = jax.jit(lambda key: nnx.state(make(key)))(jax.random.key(seed))
+    return nnx.merge(graphdef, state)
+
+
+def forward(
+    model: Model,
+    tokens_BT: Int[Array, "B T"] | np.ndarray | Sequence[Sequence[int]],
+    cache: Cache | None = None,
+    lengths_B: Int[Array, " B"] | np.ndarray | Sequence[int] | None = None,
+    *,
+    all_logits: bool = True,
+    capture: Iterable[str] = (),
+) -> Any:
+    """Run the model over T new tokens per row.
+
+    With a cache, each row's first `lengths_B` tokens (all T by default, 0 allowed) are appended at that row's own position and
+    (output, cache) is returned; the cache passed in is consumed. Without a cache the rows start at position 0 and the output
+    alone is returned. Positions follow from the cache and cannot be set.
+
+    Args:
+        tokens_BT: ids in [0, vocab_size).
+        lengths_B: how many of each row's T tokens are real; logits behind them are unspecified.
+        all_logits: False gives logits [B, V] of each row's last real token only.
+        capture: names out of `CAPTURES` to return in `output.captured`.
+
+    Raises:
+        ValueError: ids outside the vocabulary, shapes that do not fit, a call that would exceed the cache's max_length, a
+            consumed cache. Unsupported: image tokens (the image tower is not built yet).
+    """
+    tokens, lengths, names = check_call(model.config, tokens_BT, cache, lengths_B, capture)
+    graphdef, state = nnx.split(model)
+    host = None if cache is None else cache.lengths() + lengths
+    out, cache = _jit_forward(graphdef, state, tokens, cache, lengths, all_logits=all_logits, capture=names)
+    if cache is None:
+        return out
+    return out, dataclasses.replace(cache, host_length=host)
+
+
+@functools.partial(jax.jit, static_argnames=("graphdef", "all_logits", "capture"), donate_argnames=("cache",))
+def _jit_forward(
+    graphdef: Any,
+    state: Any,
+    tokens: Int[Array, "B T"],
+    cache: Cache | None,
+    lengths: Int[Array, " B"],
+    *,
+    all_logits: bool,
+    capture: frozenset[str],
+) -> tuple[ForwardOutput, Cache | None]:
+    return nnx.merge(graphdef, state)(tokens, cache, lengths, all_logits=all_logits, capture=capture)
+
+
+def check_call(
+    config: ModelConfig, tokens_BT: Any, cache: Cache | None, lengths_B: Any, capture: Iterable[str]
+) -> tuple[Float[np.ndarray, "B T"], np.ndarray, frozenset[str]]:
+    """Validate a call on the host; returns (tokens int32, lengths int32, capture names)."""
+    from kernels_pallas import Unsupported
+
+    tokens = np.asarray(tokens_BT)
+    if tokens.ndim != 2 or 0 in tokens.shape:
+        raise ValueError(f"tokens must be [B, T] with at least one row and one token, found shape {tokens.shape}")
+    if not np.issubdtype(tokens.dtype, np.integer):
+        raise ValueError(f"tokens must be integers, found {tokens.dtype}")
+    batch, width = tokens.shape
+    lengths = np.full(batch, width, np.int32) if lengths_B is None else np.asarray(lengths_B)
+    if lengths.shape != (batch,) or not np.issubdtype(lengths.dtype, np.integer):
+        raise ValueError(f"lengths_B must be {batch} integers, one per row, found {lengths.dtype} of shape {lengths.shape}")
+    if (lengths < 0).any() or (lengths > width).any():
+        raise ValueError(f"lengths_B={lengths.tolist()} must lie in 0..{width}, the number of tokens in each row")
+    real = np.arange(width) < lengths[:, None]
+    outside = real & ((tokens < 0) | (tokens >= config.vocab_size))
+    if outside.any():
+        b, t = np.argwhere(outside)[0]
+        raise ValueError(f"token id {tokens[b, t]} at row {b}, position {t} of the call is outside 0..{config.vocab_size - 1}")
+    if config.has_vision and (real & (tokens == config.image_token_id)).any():
+        b, t = np.argwhere(real & (tokens == config.image_token_id))[0]
+        raise Unsupported(f"row {b}, position {t} of the call is an image token ({config.image_token_id}): the image tower is not built yet")
+    if unknown := sorted(set(capture) - CAPTURES):
+        raise ValueError(f"capture={unknown} is unknown; choose from {sorted(CAPTURES)}")
+    if cache is not None:
+        if any(leaf.is_deleted() for leaf in jax.tree.leaves(cache) if isinstance(leaf, jax.Array)):
+            raise ValueError("this cache was consumed by an earlier call; continue with the cache that call returned")
+        if cache.length_B.shape != (batch,):
+            raise ValueError(f"the cache holds {cache.length_B.shape[0]} rows, the tokens have {batch}")
+        after = cache.lengths() + lengths
+        if (after > cache.max_length).any():
+            b = int(np.argmax(after))
+            raise ValueError(
+                f"row {b} holds {cache.lengths()[b]} tokens and would get {lengths[b]} more: {after[b]} exceeds "
+                f"max_length={cache.max_length}; make the cache longer with init_cache"
+            )
+    return np.where(real, tokens, 0).astype(np.int32), lengths.astype(np.int32), frozenset(capture)

@@ -1,0 +1,174 @@
+"""Mixture of experts: sqrt(softplus) router with a load-balancing bias, clamped SwiGLU experts, one shared expert.
+
+    score = sqrt(softplus(x Wg^T));  chosen = top k of score + bias;  weight = score / (sum + 1e-20) * routed_scaling_factor
+    expert(x) = w2 (silu(min(w1 x, c)) * clip(w3 x, -c, c) * weight),  summed over the chosen in ascending expert order in f32
+
+Tokens inside an image span use `bias_vl`. Source: arXiv 2609.19969 (MoE), arXiv 2412.19437 (auxiliary-loss-free balancing).
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax import lax
+
+from csa2_jax.config import ModelConfig
+from csa2_jax.layers import ExpertParam, Linear, ParamFactory, linear
+from csa2_jax.numerics import Numerics, einsum
+
+
+class Gate(nnx.Module):
+    """Router: f32 weight [X, D], selection bias [X], and with an image tower bias_vl [X]."""
+
+    def __init__(self, config: ModelConfig, experts: int, make: ParamFactory, *, stack: tuple[int, ...] = ()) -> None:
+        f32 = jnp.dtype(jnp.float32)
+        self.weight = make.normal((*stack, experts, config.hidden_size), f32)
+        self.bias = make.full((*stack, experts), 0.0, f32)
+        self.bias_vl = make.full((*stack, experts), 0.0, f32) if config.has_vision else None
+
+    def __call__(
+        self, x_ND: jax.Array, image_N: jax.Array | None, topk: int, scaling: float
+    ) -> tuple[jax.Array, jax.Array]:
+        """(expert ids int32 [n, k] best first, weights f32 [n, k]); equal scores go to the lowest expert."""
+        score = jnp.sqrt(jax.nn.softplus(einsum("nd,xd->nx", x_ND.astype(jnp.float32), self.weight[...])))
+        bias = self.bias[...]
+        if self.bias_vl is not None and image_N is not None:
+            bias = jnp.where(image_N[:, None], self.bias_vl[...], bias)
+        _, index = lax.top_k(lax.stop_gradient(score) + bias, topk)
+        weight = jnp.take_along_axis(score, index, axis=-1)
+        if topk > 1:
+            weight = weight / (jnp.sum(weight, axis=-1, keepdims=True) + 1e-20)
+        return index.astype(jnp.int32), weight * scaling
+
+
+class Experts(nnx.Module):
+    """Routed experts of a whole stack of layers: w1, w3 [L, X, F, D], w2 [L, X, D, F]."""
+
+    def __init__(self, config: ModelConfig, experts: int, make: ParamFactory, *, stack: tuple[int, ...]) -> None:
+        d, f, stack = config.hidden_size, config.moe_intermediate_size, (*stack, experts)
+        self.w1 = Linear(f, d, make, stack=stack, storage="fp4", kind=ExpertParam)
+        self.w2 = Linear(d, f, make, stack=stack, storage="fp4", kind=ExpertParam)
+        self.w3 = Linear(f, d, make, stack=stack, storage="fp4", kind=ExpertParam)
+
+
+class MoE(nnx.Module):
+    """One layer's router, shared expert and (stacked) routed experts."""
+
+    def __init__(self, config: ModelConfig, make: ParamFactory, *, stack: tuple[int, ...], draft: bool = False) -> None:
+        d, f = config.hidden_size, config.moe_intermediate_size
+        experts = config.dspark_n_routed_experts if draft else config.n_routed_experts
+        self.topk = config.dspark_num_experts_per_tok if draft else config.num_experts_per_tok
+        self.num_experts = experts
+        self.gate = Gate(config, experts, make, stack=stack)
+        self.experts = Experts(config, experts, make, stack=stack)
+        self.shared_experts = nnx.Dict(
+            w1=Linear(f, d, make, stack=stack, storage="fp8"),
+            w2=Linear(d, f, make, stack=stack, storage="fp8"),
+            w3=Linear(f, d, make, stack=stack, storage="fp8"),
+        )
+
+    def __call__(
+        self, x_BTD: jax.Array, layer: jax.Array | int, image_BT: jax.Array | None, config: ModelConfig, numerics: Numerics
+    ) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """(y_BTD, expert ids [B, T, k], weights [B, T, k])."""
+        batch, tokens, width = x_BTD.shape
+        x_ND = x_BTD.reshape(-1, width)
+        image_N = None if image_BT is None else image_BT.reshape(-1)
+        index_NK, weight_NK = self.gate(x_ND, image_N, self.topk, config.routed_scaling_factor)
+        # Ascending expert order: the released code adds the experts' outputs in that order.
+        order = jnp.argsort(index_NK, axis=-1)
+        y_NKD = self._routed(
+            x_ND,
+            jnp.take_along_axis(index_NK, order, axis=-1),
+            jnp.take_along_axis(weight_NK, order, axis=-1),
+            layer,
+            config,
+            numerics,
+        )
+        shared = self.shared_experts
+        g, u = shared["w1"](x_ND, numerics), shared["w3"](x_ND, numerics)
+        y_ND = shared["w2"](swiglu(g, u, None, config.swiglu_limit, numerics), numerics).astype(jnp.float32)
+        routed = y_NKD[:, 0].astype(jnp.float32)
+        for k in range(1, self.topk):
+            routed = routed + y_NKD[:, k].astype(jnp.float32)
+        y = numerics.cast(routed + y_ND).reshape(batch, tokens, width)
+        return y, index_NK.reshape(batch, tokens, -1), weight_NK.reshape(batch, tokens, -1)
+
+    def _routed(
+        self,
+        x_ND: jax.Array,
+        index_NK: jax.Array,
+        weight_NK: jax.Array,
+        layer: jax.Array | int,
+        config: ModelConfig,
+        numerics: Numerics,
+    ) -> jax.Array:
+        """Outputs of the chosen experts [n, k, D]; few tokens read the chosen experts, many are sorted by expert first."""
+        pairs = index_NK.size
+
+        def expert(x_nD: jax.Array, w_n: jax.Array, e: jax.Array) -> jax.Array:
+            w1, w2, w3 = ((w.weight[layer, e], None if w.scale is None else w.scale[layer, e]) for w in self._weights())
+            g = numerics.cast(linear(x_nD, *w1, numerics))
+            u = numerics.cast(linear(x_nD, *w3, numerics))
+            return numerics.cast(linear(swiglu(g, u, w_n, config.swiglu_limit, numerics), *w2, numerics))
+
+        if pairs <= self.num_experts:
+            one = lambda x, w, e: expert(x[None], w[None], e)[0]  # noqa: E731
+            per_token = jax.vmap(one, in_axes=(None, 0, 0))
+            return jax.vmap(per_token)(x_ND, weight_NK, index_NK)
+
+        size = _block_size(pairs, self.num_experts)
+        row_of_pair, pair_of_row, expert_of_block = _sort_by_expert(index_NK.reshape(-1), self.num_experts, size)
+        blocks = expert_of_block.shape[0]
+        topk = index_NK.shape[1]
+
+        def run_block(_: None, block: tuple[jax.Array, jax.Array]) -> tuple[None, jax.Array]:
+            pair, e = block
+            tokens, weights = x_ND[pair // topk], weight_NK.reshape(-1)[pair]
+            skip = lambda: jnp.zeros((size, x_ND.shape[1]), numerics.dtype)  # noqa: E731
+            return None, lax.cond(e < self.num_experts, lambda: expert(tokens, weights, e), skip)
+
+        _, y = lax.scan(run_block, None, (pair_of_row.reshape(blocks, size), expert_of_block))
+        return y.reshape(blocks * size, -1)[row_of_pair].reshape(*index_NK.shape, -1)
+
+    def _weights(self) -> tuple[Linear, Linear, Linear]:
+        return self.experts.w1, self.experts.w2, self.experts.w3
+
+
+def swiglu(g: jax.Array, u: jax.Array, weight: jax.Array | None, limit: float, numerics: Numerics) -> jax.Array:
+    """silu(min(g, limit)) * clip(u, -limit, limit) [* routing weight], f32, cast."""
+    g, u = g.astype(jnp.float32), u.astype(jnp.float32)
+    h = jax.nn.silu(jnp.minimum(g, limit)) * jnp.clip(u, -limit, limit)
+    return numerics.cast(h if weight is None else h * weight[:, None])
+
+
+def _block_size(pairs: int, experts: int) -> int:
+    """Rows per block: about an expert's fair share, a power of two from 8 to 256."""
+    size = 8
+    while size < 256 and size * experts < pairs:
+        size *= 2
+    return size
+
+
+def _sort_by_expert(expert_P: jax.Array, experts: int, size: int) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Lay (token, expert) pairs out by expert, each expert's rows padded to whole blocks of `size`.
+
+    Returns (row of each pair, pair of each row (padding repeats pair 0), expert of each block, `experts` for unused blocks). The
+    number of blocks is a static bound: every expert may leave one block partly filled.
+    """
+    pairs = expert_P.shape[0]
+    blocks = -(-pairs // size) + experts
+    count = jnp.zeros(experts, jnp.int32).at[expert_P].add(1)
+    blocks_of = -(-count // size)
+    first_block = jnp.cumsum(blocks_of) - blocks_of
+    order = jnp.argsort(expert_P, stable=True)
+    sorted_expert = expert_P[order]
+    rank = jnp.arange(pairs) - (jnp.cumsum(count) - count)[sorted_expert]
+    row_sorted = first_block[sorted_expert] * size + rank
+    row_of_pair = jnp.zeros(pairs, jnp.int32).at[order].set(row_sorted.astype(jnp.int32))
+    pair_of_row = jnp.zeros(blocks * size, jnp.int32).at[row_of_pair].set(jnp.arange(pairs, dtype=jnp.int32))
+    used = jnp.sum(blocks_of)
+    block = jnp.arange(blocks)
+    owner = jnp.searchsorted(jnp.cumsum(blocks_of), block, side="right").astype(jnp.int32)
+    return row_of_pair, pair_of_row, jnp.where(block < used, owner, experts)

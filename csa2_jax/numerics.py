@@ -1,0 +1,56 @@
+"""How a model computes: compute dtype, roundings on or off, and matrix products that keep their precision everywhere."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Literal
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from csa2_jax import formats
+
+ComputeDtype = Literal["float32", "bfloat16"]
+WeightStorage = Literal["stored", "float32", "bfloat16"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Numerics:
+    """Static choices of a forward.
+
+    compute_dtype: what activations are cast to after every linear, norm and update.
+    fake_quant: apply the roundings to fp8 and fp4 that the released model was trained with (window KV, pool KV, index query
+        and key, operands of quantised linears).
+    """
+
+    compute_dtype: ComputeDtype = "bfloat16"
+    fake_quant: bool = True
+
+    def __post_init__(self) -> None:
+        if self.compute_dtype not in ("float32", "bfloat16"):
+            raise ValueError(f"compute_dtype={self.compute_dtype!r} must be 'float32' or 'bfloat16'")
+
+    @property
+    def dtype(self) -> jnp.dtype:
+        """The compute dtype as a dtype."""
+        return jnp.dtype(self.compute_dtype)
+
+    def cast(self, x: jax.Array) -> jax.Array:
+        """Round f32 `x` to the compute dtype."""
+        return formats.round_to(x, self.dtype)
+
+    def fake(self, x: jax.Array, fmt: formats.Format) -> jax.Array:
+        """`x` through the rounding `fmt` when roundings are on."""
+        return formats.fake_quantise(x, fmt) if self.fake_quant else x
+
+
+def einsum(subscripts: str, *operands: jax.Array) -> jax.Array:
+    """An einsum with f32 accumulation and result; f32 operands are multiplied in full f32 on every backend."""
+    dtype = jnp.result_type(*operands)
+    return jnp.einsum(
+        subscripts,
+        *(o.astype(dtype) for o in operands),
+        precision=lax.Precision.HIGHEST if dtype == jnp.float32 else None,
+        preferred_element_type=jnp.float32,
+    )

@@ -1,0 +1,90 @@
+"""Index selection: which K pool entries a query may read.
+
+    score[t, p] = sum_i relu(q[t, i] . key[p]) * w[t, i]            p < visible[t], otherwise absent
+    selection[t] = the K entries of highest score, lowest index first among equals, listed ascending, -1 behind them
+
+With bf16 queries the dot product, its product with w, and the sum are each rounded to bf16, so ties are ordinary.
+Candidates are blocks of `block_size` neighbouring entries, ranked by their best score with the block of the newest visible
+entry forced in; a later search may be bounded to them. Nothing here has a gradient. Source: arXiv 2609.19969 (hierarchical
+sparse indexer).
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+
+from kernels_pallas import dispatch
+from kernels_pallas.index_select import xla
+
+
+def index_select(
+    q_BTIJ: jax.Array,
+    w_BTI: jax.Array,
+    keys_GBPJ: jax.Array,
+    group: jax.Array | int,
+    visible_BT: jax.Array,
+    *,
+    topk: int,
+    block_size: int = 0,
+    make_candidates: int = 0,
+    candidates_BTC: jax.Array | None = None,
+    implementation: str | None = None,
+) -> tuple[jax.Array, jax.Array | None]:
+    """Select pool entries, optionally making or obeying candidate blocks.
+
+    Args:
+        q_BTIJ: index queries; their dtype (f32 or bf16) decides the rounding of the scores.
+        w_BTI: signed head weights.
+        keys_GBPJ: the stacked index keys; only `[group, b]` is read, in chunks, up to the last visible entry.
+        group: which pool of the stack.
+        visible_BT: int32, entries 0..visible-1 are visible to the query.
+        topk: K.
+        block_size: entries per candidate block; needed with either candidate argument.
+        make_candidates: C > 0 also returns that many candidate blocks.
+        candidates_BTC: block ids, ascending, -1 padded; only their entries are scored and selected from.
+
+    Returns:
+        selection_BTK int32 (width K always), and candidates_BTC int32 (ascending, -1 padded) or None.
+    """
+    _check(q_BTIJ, w_BTI, keys_GBPJ, visible_BT)
+    if topk < 1:
+        raise ValueError(f"{topk=} must be at least 1")
+    if (make_candidates or candidates_BTC is not None) and block_size < 1:
+        raise ValueError(f"{block_size=} must be at least 1 when candidates are made or obeyed")
+    if make_candidates and candidates_BTC is not None:
+        raise ValueError("one call either makes candidates or obeys them")
+    q_BTIJ, w_BTI, keys_GBPJ = (jax.lax.stop_gradient(a) for a in (q_BTIJ, w_BTI, keys_GBPJ))
+    return dispatch.run(
+        "index_select",
+        implementation,
+        {"xla": xla.index_select},
+        q_BTIJ,
+        w_BTI,
+        keys_GBPJ,
+        group,
+        visible_BT,
+        topk=topk,
+        block_size=block_size,
+        make_candidates=make_candidates,
+        candidates_BTC=candidates_BTC,
+    )
+
+
+def index_scores(
+    q_BTIJ: jax.Array, w_BTI: jax.Array, keys_GBPJ: jax.Array, group: jax.Array | int, visible_BT: jax.Array
+) -> jax.Array:
+    """All scores f32 [B, T, P], -inf where not visible. Quadratic: for looking inside and for the index loss on short spans."""
+    _check(q_BTIJ, w_BTI, keys_GBPJ, visible_BT)
+    return xla.index_scores(q_BTIJ, w_BTI, keys_GBPJ, group, visible_BT)
+
+
+def _check(q_BTIJ: jax.Array, w_BTI: jax.Array, keys_GBPJ: jax.Array, visible_BT: jax.Array) -> None:
+    if q_BTIJ.ndim != 4 or w_BTI.shape != q_BTIJ.shape[:3]:
+        raise ValueError(f"{q_BTIJ.shape=} must be [B, T, I, J] and {w_BTI.shape=} its [B, T, I]")
+    if keys_GBPJ.ndim != 4 or keys_GBPJ.shape[1] != q_BTIJ.shape[0] or keys_GBPJ.shape[3] != q_BTIJ.shape[3]:
+        raise ValueError(f"{keys_GBPJ.shape=} must be [G, B, P, J] to match {q_BTIJ.shape=}")
+    if visible_BT.shape != q_BTIJ.shape[:2]:
+        raise ValueError(f"{visible_BT.shape=} must be [B, T] to match {q_BTIJ.shape=}")
+    if q_BTIJ.dtype not in (jnp.float32, jnp.bfloat16):
+        raise ValueError(f"{q_BTIJ.dtype=} must be float32 or bfloat16")
