@@ -63,13 +63,13 @@ class Linear(nnx.Module):
         storage: str = "plain",
         kind: type[nnx.Param] = nnx.Param,
     ) -> None:
-        self.scale: nnx.Param | None = None
         quantised = make.quantised and storage in ("fp8", "fp4")
         if quantised and make.key is not None:
             raise ValueError("quantised weights cannot be initialised at random; initialise plain ones and quantise them")
         if not quantised:
             dtype = jnp.dtype(jnp.float32) if storage == "f32" else None
             self.weight = make.normal((*stack, out_features, in_features), dtype, kind=kind)
+            self.scale: nnx.Param | None = nnx.data(None)
         elif storage == "fp8":
             self.weight = kind(jnp.zeros((*stack, out_features, in_features), jnp.float8_e4m3fn))
             self.scale = kind(jnp.zeros((*stack, -(-out_features // 32), -(-in_features // 32)), jnp.uint8))

@@ -132,6 +132,7 @@ class TensorFiles(Mapping[str, TensorEntry]):
         dtype = DTYPES[entry.dtype]
         if entry.start % dtype.itemsize:
             data = data.copy()  # a header of odd length leaves wider elements unaligned, which a view must not be
+            data.flags.writeable = False
         return data.view(dtype).reshape(entry.shape)
 
 
