@@ -1,6 +1,6 @@
 """One layer: attention and feed-forward, each inside its hyper-connection.
 
-    streams -> mixes; collapse with the pre of the sub-layer before -> RMSNorm -> sub-layer -> update of the streams
+streams -> mixes; collapse with the pre of the sub-layer before -> RMSNorm -> sub-layer -> update of the streams
 """
 
 from __future__ import annotations
@@ -49,12 +49,16 @@ class Block(nnx.Module):
         """(streams, pre for the next layer, new window rows, shared state, captures). `layer` indexes the expert stacks."""
 
         def attend(h_BTD: jax.Array) -> tuple[jax.Array, tuple[jax.Array, Shared, dict[str, jax.Array]]]:
-            y_BTD, *rest = self.attn(h_BTD, history_BWH, role, shared, step, config, numerics, capture)
-            return y_BTD, tuple(rest)
+            y_BTD, kv_BTH, made, seen = self.attn(h_BTD, history_BWH, role, shared, step, config, numerics, capture)
+            return y_BTD, (kv_BTH, made, seen)
 
         x_BTSD, pre_BTS, (kv_BTH, shared, seen) = self.attention_part(x_BTSD, pre_BTS, attend, config, numerics)
         x_BTSD, pre_BTS, ffn_seen = self.feed_forward_part(x_BTSD, pre_BTS, layer, step.image_BT, config, numerics)
-        seen |= {name: value for name, value in (ffn_seen | {"hidden": x_BTSD, "pre_mix": pre_BTS}).items() if name in capture}
+        seen |= {
+            name: value
+            for name, value in (ffn_seen | {"hidden": x_BTSD, "pre_mix": pre_BTS}).items()
+            if name in capture
+        }
         return x_BTSD, pre_BTS, kv_BTH, shared, seen
 
     def attention_part(

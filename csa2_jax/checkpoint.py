@@ -157,7 +157,11 @@ def _as_stored(files: TensorFiles, spec: TensorSpec, stored: np.ndarray, dtype: 
         return stored.view(np.uint8)
     if stored.dtype == dtype or (spec.dtype, dtype) == ("BF16", np.dtype(np.float32)):
         return stored  # assigning bf16 to f32 widens exactly
-    raise CheckpointError(f"{spec.name} is stored as {spec.dtype} and cannot become {dtype} without loss or its scales")
+    remedy = "load with weights='float32'" if spec.dtype == "F32" else "this is a fault of the loader"
+    raise CheckpointError(
+        f"{files[spec.name].file}: {spec.name} is stored as {spec.dtype} and cannot become {dtype} without loss: "
+        f"{remedy}"
+    )
 
 
 def _refuse_nan_scale(files: TensorFiles, name: str, scale: np.ndarray) -> None:
@@ -225,7 +229,11 @@ def find_token_map(directory: Path, config: ModelConfig) -> np.ndarray | None:
     declared = config.engram_compressed_vocab_size
     array_file, tokenizer_file = directory / TOKEN_MAP_FILE, directory / "tokenizer.json"
     if array_file.is_file():
-        return _checked_map(np.load(array_file), array_file, config)
+        try:
+            array = np.load(array_file, allow_pickle=False)
+        except (ValueError, EOFError) as error:
+            raise CheckpointError(f"{array_file} is not a NumPy array of integers ({error}): write it again") from None
+        return _checked_map(array, array_file, config)
     if tokenizer_file.is_file():
         return _checked_map(tokenizer_map(tokenizer_file, config.vocab_size), tokenizer_file, config)
     if 2 * declared == config.vocab_size:
@@ -260,9 +268,9 @@ def _checked_map(token_map: np.ndarray, path: Path, config: ModelConfig) -> np.n
     declared, entries = config.engram_compressed_vocab_size, np.unique(token_map)
     if not np.array_equal(entries, np.arange(declared)):
         raise CheckpointError(
-            f"{path} gives {len(entries)} compressed ids, but config.json declares "
-            f"engram_compressed_vocab_size={declared}: "
-            "another tokenizer would hash every n-gram to the wrong rows; use the one that came with the weights"
+            f"{path} gives {len(entries)} compressed ids from {entries.min()} to {entries.max()}, but config.json "
+            f"declares engram_compressed_vocab_size={declared}, ids 0 to {declared - 1}: n-grams would be hashed to wrong "
+            "rows; use the tokenizer that came with the weights"
         )
     return token_map.astype(np.int32)
 

@@ -29,7 +29,9 @@ class Compressor(nnx.Module):
         self.ratio = ratio
         storage = "f32" if ratio > 1 else "plain"
         self.wkv = Linear(config.head_dim, config.hidden_size, make, stack=stack, storage=storage)
-        self.wgate = Linear(config.head_dim, config.hidden_size, make, stack=stack, storage=storage) if ratio > 1 else None
+        self.wgate = (
+            Linear(config.head_dim, config.hidden_size, make, stack=stack, storage=storage) if ratio > 1 else None
+        )
         self.norm = RMSNorm(config.head_dim, make, stack=stack)
         self.wk = Linear(config.index_head_dim, config.head_dim, make, stack=stack)
         self.k_norm = RMSNorm(config.index_head_dim, make, stack=stack)

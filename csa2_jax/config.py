@@ -197,7 +197,9 @@ class ModelConfig:
         try:
             data = json.loads(path.read_text(encoding="utf-8"))
         except FileNotFoundError:
-            raise FileNotFoundError(f"{path} does not exist: a model directory needs the release's config.json") from None
+            raise FileNotFoundError(
+                f"{path} does not exist: a model directory needs the release's config.json"
+            ) from None
         except (json.JSONDecodeError, UnicodeDecodeError) as error:
             raise ValueError(f"{path} is not valid JSON: {error}") from None
         if not isinstance(data, Mapping):
@@ -216,7 +218,9 @@ class ModelConfig:
         for name in _TOP_FIELDS:
             top[name] = getattr(self, name)
         if self.quantized:
-            top["quantization_config"] = {k: list(v) if isinstance(v, list) else v for k, v in _FIXED_QUANTIZATION.items()}
+            top["quantization_config"] = {
+                k: list(v) if isinstance(v, list) else v for k, v in _FIXED_QUANTIZATION.items()
+            }
         top["text_config"] = text
         if self.vision is not None:
             top["vision_config"] = {"model_type": "deepseek_v41_vision", **dataclasses.asdict(self.vision)}
@@ -234,7 +238,9 @@ _TEXT_FIELDS = tuple(f.name for f in dataclasses.fields(ModelConfig) if f.name n
 def _from_mapping(cls: type[ModelConfig], data: Mapping[str, Any], where: str) -> ModelConfig:
     model_type = data.get("model_type")
     if model_type != _FIXED_TOP["model_type"]:
-        raise ValueError(f"{where}: model_type={model_type!r}, this loader reads model_type={_FIXED_TOP['model_type']!r} (V4.1)")
+        raise ValueError(
+            f"{where}: model_type={model_type!r}, this loader reads model_type={_FIXED_TOP['model_type']!r} (V4.1)"
+        )
     sections = {"text_config": data.get("text_config"), "vision_config": data.get("vision_config")}
     text = sections["text_config"]
     if not isinstance(text, Mapping):
@@ -263,7 +269,9 @@ def _from_mapping(cls: type[ModelConfig], data: Mapping[str, Any], where: str) -
     vision = sections["vision_config"]
     if vision is not None:
         names = {f.name for f in dataclasses.fields(VisionConfig)}
-        _sort_fields(vision, names | {"model_type"}, {"model_type": "deepseek_v41_vision"}, "vision_config", inert, where)
+        _sort_fields(
+            vision, names | {"model_type"}, {"model_type": "deepseek_v41_vision"}, "vision_config", inert, where
+        )
         if missing := sorted(names - {"max_wh_ratio"} - set(vision)):
             raise ValueError(f"{where}: vision_config lacks {missing}")
         values["vision"] = VisionConfig(**{k: v for k, v in vision.items() if k in names})
@@ -306,7 +314,9 @@ def _rope_scaling(data: Mapping[str, Any] | None, where: str) -> RopeScaling | N
     if kind != "yarn":
         raise ValueError(f"{where}: text_config.rope_scaling.rope_type={kind!r} is not supported, only 'yarn'")
     if unknown := sorted(set(data) - names - {"rope_type", "type"}):
-        raise ValueError(f"{where}: text_config.rope_scaling has fields {unknown} that this implementation does not know")
+        raise ValueError(
+            f"{where}: text_config.rope_scaling has fields {unknown} that this implementation does not know"
+        )
     if missing := sorted({"factor", "original_max_position_embeddings"} - set(data)):
         raise ValueError(f"{where}: text_config.rope_scaling lacks {missing}")
     return RopeScaling(**{k: v for k, v in data.items() if k in names})
@@ -377,7 +387,8 @@ def _check_types(c: ModelConfig) -> None:
 def _validate_engram(c: ModelConfig) -> None:
     if len(c.engram_num_embeddings) != len(c.engram_layer_ids):
         raise ValueError(
-            f"engram_num_embeddings={list(c.engram_num_embeddings)} must have one entry per engram_layer_ids={list(c.engram_layer_ids)}"
+            f"engram_num_embeddings={list(c.engram_num_embeddings)} must have one entry per layer of "
+            f"engram_layer_ids={list(c.engram_layer_ids)}"
         )
     if not c.engram_layer_ids:
         return
@@ -387,9 +398,13 @@ def _validate_engram(c: ModelConfig) -> None:
     if c.engram_max_ngram_size < 2:
         raise ValueError(f"engram_max_ngram_size={c.engram_max_ngram_size} must be at least 2")
     if c.engram_compressed_vocab_size > c.vocab_size:
-        raise ValueError(f"engram_compressed_vocab_size={c.engram_compressed_vocab_size} exceeds vocab_size={c.vocab_size}")
+        raise ValueError(
+            f"engram_compressed_vocab_size={c.engram_compressed_vocab_size} exceeds vocab_size={c.vocab_size}"
+        )
     if not 0 <= c.engram_pad_token_id < c.vocab_size:
-        raise ValueError(f"engram_pad_token_id={c.engram_pad_token_id} must be a token id below vocab_size={c.vocab_size}")
+        raise ValueError(
+            f"engram_pad_token_id={c.engram_pad_token_id} must be a token id below vocab_size={c.vocab_size}"
+        )
     for layer, declared, constants in zip(c.engram_layer_ids, c.engram_num_embeddings, c.engram_constants, strict=True):
         if declared != constants.rows:
             raise ValueError(
@@ -404,7 +419,9 @@ def _validate_dspark(c: ModelConfig) -> None:
         raise ValueError(f"num_nextn_predict_layers={stages} must not be negative")
     if stages == 0:
         if c.dspark_target_layer_ids:
-            raise ValueError(f"dspark_target_layer_ids={list(c.dspark_target_layer_ids)} but num_nextn_predict_layers=0")
+            raise ValueError(
+                f"dspark_target_layer_ids={list(c.dspark_target_layer_ids)} but num_nextn_predict_layers=0"
+            )
         return
     for name in ("dspark_block_size", "dspark_markov_rank", "dspark_n_routed_experts", "dspark_num_experts_per_tok"):
         if getattr(c, name) < 1:
@@ -413,7 +430,10 @@ def _validate_dspark(c: ModelConfig) -> None:
         raise ValueError(f"num_nextn_predict_layers={stages} needs dspark_target_layer_ids")
     if c.dspark_num_experts_per_tok > c.dspark_n_routed_experts:
         raise ValueError(
-            f"dspark_num_experts_per_tok={c.dspark_num_experts_per_tok} exceeds dspark_n_routed_experts={c.dspark_n_routed_experts}"
+            f"dspark_num_experts_per_tok={c.dspark_num_experts_per_tok} exceeds "
+            f"dspark_n_routed_experts={c.dspark_n_routed_experts}"
         )
     if not 0 <= c.dspark_noise_token_id < c.vocab_size:
-        raise ValueError(f"dspark_noise_token_id={c.dspark_noise_token_id} must be a token id below vocab_size={c.vocab_size}")
+        raise ValueError(
+            f"dspark_noise_token_id={c.dspark_noise_token_id} must be a token id below vocab_size={c.vocab_size}"
+        )

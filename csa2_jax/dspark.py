@@ -1,4 +1,4 @@
-"""DSpark draft head: a few window-only stages propose a block of tokens from the backbone's middle, then a Markov head links them.
+"""DSpark draft head: window-only stages propose a block of tokens from the backbone's middle, a Markov head links them.
 
     main_x = main_norm(main_proj(concat of the copy-means at the target layers)), one row per consumed token
     stage windows hold fp8(rope(kv_norm(wkv main_x)));  draft queries see the window and the whole block (bidirectional)
@@ -82,7 +82,9 @@ class DraftHead(nnx.Module):
             module = take_layer(self.stages, stage)
             history_BWH = window_history(window_LBWH, stage, length_B)
 
-            def attend(h_BTD: jax.Array, module: Block = module, history: jax.Array = history_BWH) -> tuple[jax.Array, None]:
+            def attend(
+                h_BTD: jax.Array, module: Block = module, history: jax.Array = history_BWH
+            ) -> tuple[jax.Array, None]:
                 attn = module.attn
                 q_BTNH = attn.query(attn.query_input(h_BTD, config, numerics), rotation, config, numerics)
                 kv_BTH = attn.window_kv(h_BTD, rotation, config, numerics).astype(history.dtype)
@@ -117,5 +119,3 @@ class DraftHead(nnx.Module):
         _, (ids, logits, confidence) = lax.scan(link, token_B.astype(jnp.int32), xs, length=block)
         ids = jnp.concatenate([token_B[:, None].astype(jnp.int32), ids.T], axis=1)
         return Draft(ids, jnp.moveaxis(logits, 0, 1), confidence.T)
-
-

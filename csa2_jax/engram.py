@@ -88,7 +88,9 @@ def product_table(constants: NgramConstants, compressed_vocab: int) -> np.ndarra
     return np.stack([products >> np.uint64(32), products & np.uint64(0xFFFFFFFF)], axis=-1).astype(np.uint32)
 
 
-def history_ids(tokens_BT: jax.Array, ngram_BE: jax.Array, token_map_V: jax.Array, image_BT: jax.Array | None) -> jax.Array:
+def history_ids(
+    tokens_BT: jax.Array, ngram_BE: jax.Array, token_map_V: jax.Array, image_BT: jax.Array | None
+) -> jax.Array:
     """Compressed ids [B, E + T]: the stored history, then this call's tokens; -1 where dead."""
     ids = token_map_V[tokens_BT]
     if image_BT is not None:
@@ -101,7 +103,9 @@ def next_history(ids_BU: jax.Array, count_B: jax.Array, kept: int) -> jax.Array:
     return jnp.take_along_axis(ids_BU, count_B[:, None] + jnp.arange(kept), axis=1)
 
 
-def hash_rows(ids_BU: jax.Array, products: jax.Array, constants: NgramConstants, pad_id: jax.Array, tokens: int) -> jax.Array:
+def hash_rows(
+    ids_BU: jax.Array, products: jax.Array, constants: NgramConstants, pad_id: jax.Array, tokens: int
+) -> jax.Array:
     """Table rows int32 [B, T, sizes * heads] of this call's tokens (the last `tokens` of `ids_BU`)."""
     sizes = constants.multipliers.shape[0] - 1
     heads = constants.primes.shape[0] // sizes

@@ -7,8 +7,9 @@
     index       e2m1     32     6 * 2**-126  2**ceil(log2(amax * f32(1/6)))     index query and key
 
 A value becomes nearest-even(clamp(x / scale, +-max)) times scale. All of it is exact arithmetic on f32 bits: compilers flush
-f32 subnormals to zero, turn divisions into products with a reciprocal and may drop a narrowing cast that is widened again.
-So powers of two are built from exponents, and roundings from `round` or comparisons, never from a cast. Source: arXiv 2609.19969 (number formats); OCP MX for e8m0, e4m3 and e2m1.
+f32 subnormals to zero, turn divisions into products with a reciprocal, and may drop a narrowing cast that is widened again.
+So powers of two are built from exponents, and roundings from `round` or comparisons, never from a cast.
+Source: arXiv 2609.19969 (number formats); OCP MX for e8m0, e4m3 and e2m1.
 """
 
 from __future__ import annotations
@@ -94,7 +95,9 @@ def quantise(x: jax.Array, fmt: Format) -> tuple[jax.Array, jax.Array]:
     """
     width = x.shape[-1]
     if width % fmt.group:
-        raise ValueError(f"last axis of {x.shape} must be a multiple of the group of {fmt.group} that this rounding uses")
+        raise ValueError(
+            f"last axis of {x.shape} must be a multiple of the group of {fmt.group} that this rounding uses"
+        )
     x = x.astype(jnp.float32).reshape(*x.shape[:-1], width // fmt.group, fmt.group)
     amax = jnp.maximum(jnp.max(jnp.abs(x), axis=-1), jnp.float32(fmt.amax_floor))
     grid = round_e4m3 if fmt.element == "e4m3" else round_e2m1
@@ -154,7 +157,9 @@ def _divide_by_power(x: jax.Array, exponent: jax.Array) -> jax.Array:
     tiny = ((bits >> 23) & 0xFF) == 0
     mantissa = (bits & 0x7FFFFF).astype(jnp.float32)
     small = times_power_of_two(mantissa, jnp.maximum(-149 - exponent, -200))
-    small = lax.bitcast_convert_type(lax.bitcast_convert_type(small, jnp.int32) | (bits & jnp.int32(-(2**31))), jnp.float32)
+    small = lax.bitcast_convert_type(
+        lax.bitcast_convert_type(small, jnp.int32) | (bits & jnp.int32(-(2**31))), jnp.float32
+    )
     return jnp.where(tiny, small, times_power_of_two(x, -exponent))
 
 

@@ -43,7 +43,9 @@ def draft(model: Model, tokens_B: Any, cache: Cache) -> Draft:
         raise ValueError("drafting needs a model with a draft head and a cache from init_cache(..., draft=True)")
     ids = np.asarray(tokens_B)
     if ids.shape != cache.length_B.shape or ((ids < 0) | (ids >= model.config.vocab_size)).any():
-        raise ValueError(f"tokens_B={ids.tolist()} must be one id in 0..{model.config.vocab_size - 1} per row of the cache")
+        raise ValueError(
+            f"tokens_B={ids.tolist()} must be one id in 0..{model.config.vocab_size - 1} per row of the cache"
+        )
     if (cache.lengths() < 1).any():
         raise ValueError("every row must have consumed at least one token before a draft")
     graphdef, state = nnx.split(model)
@@ -69,7 +71,7 @@ def prefill(
     """Append whole prompts in chunks; returns (output with the logits [B, V] of each row's last token, cache).
 
     decoder: "full" runs every layer on every token. The shorter routes through the decoder are not built yet.
-    chunk: tokens per call; the last chunk is padded, so that two shapes compile at most. Rows of length 0 give unspecified logits.
+    chunk: tokens per call; the last one is padded, so that one shape compiles. Rows of length 0 give unspecified logits.
     """
     if decoder != "full":
         raise Unsupported(f"{decoder=} is not built yet; decoder='full' runs every layer on every token")
@@ -83,7 +85,9 @@ def prefill(
     if lengths.shape != (batch,) or (lengths < 0).any() or (lengths > width).any():
         raise ValueError(f"lengths_B={lengths.tolist()} must be {batch} numbers in 0..{width}")
     if (cache.lengths() + lengths > cache.max_length).any():
-        raise ValueError(f"prompts of {lengths.tolist()} tokens do not fit max_length={cache.max_length} with {cache.lengths().tolist()} held")
+        raise ValueError(
+            f"prompts of {lengths.tolist()} tokens do not fit max_length={cache.max_length} with {cache.lengths().tolist()} held"
+        )
     size = min(chunk, _bucket(width))
     out = logits = None
     for start in range(0, max(width, 1), size):
@@ -94,7 +98,8 @@ def prefill(
         out, cache = forward(model, piece, cache, counts, all_logits=False)
         ends_here = (counts > 0)[:, None]
         logits = out.logits if logits is None else jnp.where(ends_here, out.logits, logits)
-    assert out is not None and logits is not None
+    assert out is not None
+    assert logits is not None
     return dataclasses.replace(out, logits=logits), cache
 
 

@@ -17,7 +17,6 @@ from jax import lax
 from csa2_jax import formats
 from csa2_jax.numerics import Numerics, einsum
 
-
 _M = TypeVar("_M", bound=nnx.Module)
 
 
@@ -37,7 +36,9 @@ class ParamFactory:
     key: jax.Array | None = None
     std: float = 0.02
 
-    def normal(self, shape: tuple[int, ...], dtype: jnp.dtype | None = None, *, kind: type[nnx.Param] = nnx.Param) -> nnx.Param:
+    def normal(
+        self, shape: tuple[int, ...], dtype: jnp.dtype | None = None, *, kind: type[nnx.Param] = nnx.Param
+    ) -> nnx.Param:
         """A weight, normal(0, std) when initialising."""
         dtype = dtype or self.plain
         if self.key is None:
@@ -65,7 +66,9 @@ class Linear(nnx.Module):
     ) -> None:
         quantised = make.quantised and storage in ("fp8", "fp4")
         if quantised and make.key is not None:
-            raise ValueError("quantised weights cannot be initialised at random; initialise plain ones and quantise them")
+            raise ValueError(
+                "quantised weights cannot be initialised at random; initialise plain ones and quantise them"
+            )
         if not quantised:
             dtype = jnp.dtype(jnp.float32) if storage == "f32" else None
             self.weight = make.normal((*stack, out_features, in_features), dtype, kind=kind)
@@ -152,8 +155,9 @@ def inverse_rms(x: jax.Array, eps: float) -> jax.Array:
     return lax.rsqrt(jnp.mean(jnp.square(x), axis=-1, keepdims=True) + jnp.float32(eps))
 
 
-def take_layer(stacked: _M, layer: jax.Array | int) -> _M:
+def take_layer(stacked: _M | None, layer: jax.Array | int) -> _M:
     """The module of one layer out of a stack (routed experts stay stacked, see `ExpertParam`)."""
+    if stacked is None:
+        raise ValueError("this configuration has no layer of that kind")
     graphdef, experts, rest = nnx.split(stacked, ExpertParam, ...)
     return nnx.merge(graphdef, experts, jax.tree.map(lambda a: a[layer], rest))
-

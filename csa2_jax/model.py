@@ -27,7 +27,6 @@ from csa2_jax.engram import Engram, EngramTable, hash_rows, history_ids, next_hi
 from csa2_jax.indexer import Indexer
 from csa2_jax.layers import ParamFactory, RMSNorm
 from csa2_jax.numerics import Numerics, WeightStorage, einsum
-from csa2_jax.plan import Segment
 from csa2_jax.residual import collapse, expand
 from csa2_jax.stack import Walk, Weights, stack_tails
 from csa2_jax.state import Cache, Flow, Pool, Step, make_pools, pool_name, write_windows
@@ -174,7 +173,9 @@ class Model(nnx.Module):
         position_BT = start_B[:, None] + offset
         # Row r of concat(history, new) holds position start - history + r; a query reads the last W of them, none before 0.
         first_BT = jnp.maximum(history + offset - config.sliding_window + 1, history - start_B[:, None])
-        image_BT = tokens_BT == config.image_token_id if config.has_vision and config.image_token_id is not None else None
+        image_BT = (
+            tokens_BT == config.image_token_id if config.has_vision and config.image_token_id is not None else None
+        )
         return Step(
             start_B=start_B,
             count_B=count_B,
@@ -200,7 +201,9 @@ class Model(nnx.Module):
         walk = Walk(
             config=config,
             numerics=self.numerics,
-            weights=Weights(self.layers, dict(self.compressors.items()), self.indexers, self.engram, list(self.engram_tables)),
+            weights=Weights(
+                self.layers, dict(self.compressors.items()), self.indexers, self.engram, list(self.engram_tables)
+            ),
             step=step,
             window_LBWH=None if cache is None else cache.window_LBWH,
             engram_rows=rows,
@@ -232,7 +235,13 @@ class Model(nnx.Module):
         return make_pools(self.config, batch, tokens, self.numerics.dtype, one_group=True)
 
     def _next_cache(
-        self, cache: Cache, step: Step, flow: Flow, pools: dict[str, Pool], tails: dict[int, jax.Array], ids_BU: jax.Array | None
+        self,
+        cache: Cache,
+        step: Step,
+        flow: Flow,
+        pools: dict[str, Pool],
+        tails: dict[int, jax.Array],
+        ids_BU: jax.Array | None,
     ) -> Cache:
         config = self.config
         draft_window = cache.draft_window_LBWH
@@ -267,7 +276,9 @@ def check_roundings(config: ModelConfig, numerics: Numerics) -> None:
         widths.append(("index_head_dim", config.index_head_dim, 32))
     for name, width, group in widths:
         if width % group:
-            raise ValueError(f"{name}={width} must be a multiple of {group} for the roundings; pass fake_quant=False to go without")
+            raise ValueError(
+                f"{name}={width} must be a multiple of {group} for the roundings; pass fake_quant=False to go without"
+            )
 
 
 def ngram_arrays(config: ModelConfig, token_map: np.ndarray | None) -> dict[str, np.ndarray]:
@@ -281,7 +292,11 @@ def ngram_arrays(config: ModelConfig, token_map: np.ndarray | None) -> dict[str,
     declared = config.engram_compressed_vocab_size
     if token_map is None:
         token_map = np.zeros(config.vocab_size, np.int32)
-    elif token_map.shape != (config.vocab_size,) or len(np.unique(token_map)) != declared or token_map.max() != declared - 1:
+    elif (
+        token_map.shape != (config.vocab_size,)
+        or len(np.unique(token_map)) != declared
+        or token_map.max() != declared - 1
+    ):
         raise ValueError(
             f"the token map has {token_map.shape} ids and {len(np.unique(token_map))} compressed ones, the configuration needs "
             f"vocab_size={config.vocab_size} and engram_compressed_vocab_size={declared}: it belongs to another tokenizer"
@@ -312,7 +327,12 @@ def init_model(
 
     def make(key: jax.Array | None) -> Model:
         return Model(
-            config, numerics=numerics, weights=numerics.compute_dtype, scan_layers=scan_layers, token_map=token_map, key=key
+            config,
+            numerics=numerics,
+            weights=numerics.compute_dtype,
+            scan_layers=scan_layers,
+            token_map=token_map,
+            key=key,
         )
 
     graphdef = nnx.graphdef(nnx.eval_shape(lambda: make(jax.random.key(0))))
@@ -382,17 +402,23 @@ def check_call(
     batch, width = tokens.shape
     lengths = np.full(batch, width, np.int32) if lengths_B is None else np.asarray(lengths_B)
     if lengths.shape != (batch,) or not np.issubdtype(lengths.dtype, np.integer):
-        raise ValueError(f"lengths_B must be {batch} integers, one per row, found {lengths.dtype} of shape {lengths.shape}")
+        raise ValueError(
+            f"lengths_B must be {batch} integers, one per row, found {lengths.dtype} of shape {lengths.shape}"
+        )
     if (lengths < 0).any() or (lengths > width).any():
         raise ValueError(f"lengths_B={lengths.tolist()} must lie in 0..{width}, the number of tokens in each row")
     real = np.arange(width) < lengths[:, None]
     outside = real & ((tokens < 0) | (tokens >= config.vocab_size))
     if outside.any():
         b, t = np.argwhere(outside)[0]
-        raise ValueError(f"token id {tokens[b, t]} at row {b}, position {t} of the call is outside 0..{config.vocab_size - 1}")
+        raise ValueError(
+            f"token id {tokens[b, t]} at row {b}, position {t} of the call is outside 0..{config.vocab_size - 1}"
+        )
     if config.has_vision and (real & (tokens == config.image_token_id)).any():
         b, t = np.argwhere(real & (tokens == config.image_token_id))[0]
-        raise Unsupported(f"row {b}, position {t} of the call is an image token ({config.image_token_id}): the image tower is not built yet")
+        raise Unsupported(
+            f"row {b}, position {t} of the call is an image token ({config.image_token_id}): the image tower is not built yet"
+        )
     if unknown := sorted(set(capture) - CAPTURES):
         raise ValueError(f"capture={unknown} is unknown; choose from {sorted(CAPTURES)}")
     if cache is not None:

@@ -69,7 +69,12 @@ class MoE(nnx.Module):
         )
 
     def __call__(
-        self, x_BTD: jax.Array, layer: jax.Array | int, image_BT: jax.Array | None, config: ModelConfig, numerics: Numerics
+        self,
+        x_BTD: jax.Array,
+        layer: jax.Array | int,
+        image_BT: jax.Array | None,
+        config: ModelConfig,
+        numerics: Numerics,
     ) -> tuple[jax.Array, jax.Array, jax.Array]:
         """(y_BTD, expert ids [B, T, k], weights [B, T, k])."""
         batch, tokens, width = x_BTD.shape

@@ -64,7 +64,9 @@ def ngram_constants(
         return ()
     primes = ngram_primes(floor, len(layer_ids), max_ngram - 1, heads).reshape(len(layer_ids), -1)
     return tuple(
-        NgramConstants(p, np.concatenate([[0], np.cumsum(p)[:-1]]), ngram_multipliers(layer, compressed_vocab, max_ngram))
+        NgramConstants(
+            p, np.concatenate([[0], np.cumsum(p)[:-1]]), ngram_multipliers(layer, compressed_vocab, max_ngram)
+        )
         for layer, p in zip(layer_ids, primes, strict=True)
     )
 

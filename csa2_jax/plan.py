@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+import itertools
 from collections.abc import Sequence
 
 
@@ -117,7 +118,7 @@ class Plan:
 
 
 def _check_ids(name: str, ids: Sequence[int], num_layers: int) -> None:
-    if any(b <= a for a, b in zip(ids, ids[1:], strict=False)):
+    if any(b <= a for a, b in itertools.pairwise(ids)):
         raise ValueError(f"{name}={list(ids)} must be strictly increasing layer ids")
     for i in ids:
         if not 0 <= i < num_layers:

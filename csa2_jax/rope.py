@@ -40,7 +40,7 @@ def inverse_frequencies(width: int, theta: float, scaling: RopeScaling | None = 
 
 
 def layer_frequencies(config: ModelConfig, reads_pool: bool) -> np.ndarray:
-    """Frequencies of a layer: plain `rope_theta` for window-only layers and draft stages, `compress_rope_theta` + YaRN otherwise."""
+    """Frequencies of a layer: `compress_rope_theta` with YaRN if it reads a pool, else `rope_theta` (draft stages too)."""
     if reads_pool:
         return inverse_frequencies(config.qk_rope_head_dim, config.compress_rope_theta, config.rope_scaling)
     return inverse_frequencies(config.qk_rope_head_dim, config.rope_theta)

@@ -8,6 +8,7 @@ that write them and are read in place elsewhere. With `unroll` the same bodies r
 from __future__ import annotations
 
 import dataclasses
+import operator
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -100,7 +101,7 @@ class Walk:
             return lax.scan(body, carry, jax.tree.map(jnp.asarray, xs))
         outputs = []
         for i in range(length):
-            carry, out = body(carry, jax.tree.map(lambda a: a[i], xs))
+            carry, out = body(carry, jax.tree.map(operator.itemgetter(i), xs))
             outputs.append(out)
         return carry, jax.tree.map(lambda *leaves: jnp.stack(leaves), *outputs)
 
@@ -137,7 +138,9 @@ class Walk:
             mode=mode,
             ratio=segment.ratio,
             group=ids["group"],
-            compressor=take_layer(weights.compressors[pool_name(segment.ratio)], self._pool_slot(ids)) if full else None,
+            compressor=take_layer(weights.compressors[pool_name(segment.ratio)], self._pool_slot(ids))
+            if full
+            else None,
             indexer=take_layer(weights.indexers, ids["index_slot"]) if mode in (Mode.FULL, Mode.REINDEX) else None,
             makes_candidates=full and segment.makes_candidates,
             reads_candidates=mode is Mode.REINDEX and segment.reads_candidates,
@@ -158,7 +161,9 @@ class Walk:
             self.numerics,
             self.capture,
         )
-        out = seen | ({} if self.window_LBWH is None else {"tail": window_tail(kv_BTH, step.count_B, config.sliding_window)})
+        out = seen | (
+            {} if self.window_LBWH is None else {"tail": window_tail(kv_BTH, step.count_B, config.sliding_window)}
+        )
         flow = Flow(x_BTSD, pre_BTS, main_BTQD, shared.selection_BTK, shared.candidates_BTC)
         return flow, shared.pool, out
 
@@ -190,7 +195,9 @@ class Walk:
         branches = [lambda x: x, *(apply(i) for i in range(len(self.engram_rows)))]
         return lax.switch(slot + 1, branches, x_BTSD)
 
-    def _copy_mean(self, segment: Segment, mode: Mode, slot: Any, x_BTSD: jax.Array, main_BTQD: jax.Array | None) -> jax.Array | None:
+    def _copy_mean(
+        self, segment: Segment, mode: Mode, slot: Any, x_BTSD: jax.Array, main_BTQD: jax.Array | None
+    ) -> jax.Array | None:
         """Record the mean over streams in the target's place; other layers write out of range, which is dropped."""
         if main_BTQD is None or not self._has(segment, mode, "draft_slot"):
             return main_BTQD
@@ -214,4 +221,3 @@ def _by_layer(segment: Segment, outputs: Any) -> dict[str, dict[int, jax.Array]]
 def stack_tails(tails: dict[int, jax.Array], layers: int) -> jax.Array:
     """Window tails of all layers [L, B, R, H]."""
     return jnp.stack([tails[layer] for layer in range(layers)])
-

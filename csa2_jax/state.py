@@ -78,7 +78,9 @@ def pool_capacity(config: ModelConfig, ratio: int, max_length: int) -> int:
     return -(-entries // block) * block
 
 
-def make_pools(config: ModelConfig, batch: int, max_length: int, dtype: jnp.dtype, *, one_group: bool = False) -> dict[str, Pool]:
+def make_pools(
+    config: ModelConfig, batch: int, max_length: int, dtype: jnp.dtype, *, one_group: bool = False
+) -> dict[str, Pool]:
     """Empty pools. `one_group` keeps a single pool per ratio, enough where no later call reads it."""
     pools = {}
     for ratio in config.plan.ratios:
@@ -94,7 +96,9 @@ def make_pools(config: ModelConfig, batch: int, max_length: int, dtype: jnp.dtyp
     return pools
 
 
-def init_cache(config: ModelConfig, batch: int, max_length: int, storage: Storage = "bf16", *, draft: bool = False) -> Cache:
+def init_cache(
+    config: ModelConfig, batch: int, max_length: int, storage: Storage = "bf16", *, draft: bool = False
+) -> Cache:
     """An empty cache for `batch` sequences of up to `max_length` tokens.
 
     storage: "bf16" (exact for models that run with their roundings: every rounded value is a bf16 number) or "f32".

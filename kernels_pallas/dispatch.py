@@ -19,7 +19,9 @@ class Unsupported(NotImplementedError):
     """A capability that does not exist (yet), named with the values that asked for it."""
 
 
-def run(door: str, implementation: str | None, choices: Mapping[str, Callable[..., Any]], *args: Any, **kwargs: Any) -> Any:
+def run(
+    door: str, implementation: str | None, choices: Mapping[str, Callable[..., Any]], *args: Any, **kwargs: Any
+) -> Any:
     """Call the implementation named, or the first of the backend's list that does not refuse.
 
     Each refusal is logged with its reason; if all refuse, an ExceptionGroup carries every reason.

@@ -201,7 +201,7 @@ def _print_plan(config: ModelConfig, report: dict[str, Any], console: Console) -
     table.add_column("\nmode", no_wrap=True)
     table.add_column("\nm", justify="right", no_wrap=True)
     table.add_column("\nmakes", min_width=16)
-    for name in ("reads\npool of", "selection\nof", "candi-\ndates of"):
+    for name in ("reads\npool of", "selec-\ntion of", "candi-\ndates of"):
         table.add_column(name, justify="right", no_wrap=True)
     for name in ("\nEngram", "draft\nhead"):
         table.add_column(name, justify="center", no_wrap=True)
@@ -228,12 +228,12 @@ def _print_plan(config: ModelConfig, report: dict[str, Any], console: Console) -
     n, start = len(plan.layers), plan.decoder_start
     halves = f"encoder {ranges(range(start))}" + (f", decoder {ranges(range(start, n))}" if start < n else "")
     _say(console, f"{halves}; scanned as {', '.join(report['segments'])}")
-    if config.num_nextn_predict_layers:
+    if targets := len(config.dspark_target_layer_ids):
         _say(
             console,
             f"draft head: {config.num_nextn_predict_layers} window-only stages, {config.dspark_block_size} tokens a "
             "block, "
-            f"fed by what enters layers {ranges(config.dspark_target_layer_ids)}",
+            f"fed by what enters layer{'s' * (targets > 1)} {ranges(config.dspark_target_layer_ids)}",
         )
 
 

@@ -62,7 +62,7 @@ class _Picture:
         self.config = config
         self.layers = config.plan.layers
         n = len(self.layers)
-        self.cell = min(1.05, max(0.4, 9.0 / n))
+        self.cell = max(0.4, 9.0 / n)
         self.width = _LEFT + n * self.cell + _RIGHT
         lanes = 3 + any(s.makes_candidates for s in self.layers) + bool(config.num_nextn_predict_layers)
         self.height = 3.7 + lanes * _LANE

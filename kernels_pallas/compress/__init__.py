@@ -46,5 +46,14 @@ def compress(
     if c_half_BMH.shape != half or z_half_BMH.shape != half:
         raise ValueError(f"{c_half_BMH.shape=} and {z_half_BMH.shape=} must be [B, ratio - 1, H] = {list(half)}")
     return dispatch.run(
-        "compress", implementation, {"xla": xla.compress}, c_BTH, z_BTH, c_half_BMH, z_half_BMH, phase_B, count_B, ratio=ratio
+        "compress",
+        implementation,
+        {"xla": xla.compress},
+        c_BTH,
+        z_BTH,
+        c_half_BMH,
+        z_half_BMH,
+        phase_B,
+        count_B,
+        ratio=ratio,
     )

@@ -64,7 +64,12 @@ def index_scores(
 
 
 def _chunk_scores(
-    q_BTIJ: jax.Array, w_BTI: jax.Array, keys_GBPJ: jax.Array, group: jax.Array | int, start: jax.Array | int, chunk: int
+    q_BTIJ: jax.Array,
+    w_BTI: jax.Array,
+    keys_GBPJ: jax.Array,
+    group: jax.Array | int,
+    start: jax.Array | int,
+    chunk: int,
 ) -> jax.Array:
     """f32 [B, T, chunk] scores of entries start..start+chunk-1, no visibility applied."""
     batch, tokens, heads, width = q_BTIJ.shape
