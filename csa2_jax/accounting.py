@@ -120,6 +120,12 @@ def _lost_scales(wanted: Mapping[str, TensorSpec], files: Mapping[str, TensorEnt
 def _names(wanted: Mapping[str, TensorSpec], files: Mapping[str, TensorEntry]) -> list[str]:
     missing = [name for name in wanted if name not in files]
     extra = [name for name in files if name not in wanted]
+    if missing and extra and len(missing) + len(extra) > max(16, len(wanted) // 20):
+        text = (
+            f"{len(missing)} of {len(wanted)} tensors are missing ({missing[0]} first) and {len(extra)} are no tensors of "
+            f"this model ({extra[0]} first): config.json describes another model, use the one that came with the weights"
+        )
+        return [text]
     problems = []
     misspelt: set[str] = set()
     for name in extra[:3]:  # matching names is slow, and a reader needs only the first

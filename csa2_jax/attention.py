@@ -140,8 +140,7 @@ class Attention(nnx.Module):
 
     def window_kv(self, x_BTD: jax.Array, rotation: rope.Table, config: ModelConfig, numerics: Numerics) -> jax.Array:
         """Rotated, rounded window rows [B, T, H]."""
-        kv = self.kv_norm(self.wkv(x_BTD, numerics), config.rms_norm_eps, numerics)
-        return numerics.fake(rope.rotate(kv, rotation), formats.WINDOW)
+        return window_kv(self.wkv, self.kv_norm, x_BTD, rotation, config, numerics)
 
     def output(self, o_BTNH: jax.Array, rotation: rope.Table, config: ModelConfig, numerics: Numerics) -> jax.Array:
         """Inverse rotation, then the grouped low-rank output projection [B, T, D]."""
@@ -152,6 +151,14 @@ class Attention(nnx.Module):
         wo_a = dequantise(self.wo_a.weight[...], scale, numerics.dtype).reshape(config.o_groups, config.o_lora_rank, -1)
         z_BTGO = numerics.cast(einsum("btgk,gok->btgo", o_BTGK, wo_a))
         return self.wo_b(z_BTGO.reshape(*o.shape[:2], -1), numerics)
+
+
+def window_kv(
+    wkv: Linear, kv_norm: RMSNorm, x_BTD: jax.Array, rotation: rope.Table, config: ModelConfig, numerics: Numerics
+) -> jax.Array:
+    """fp8(rope(kv_norm(wkv x))): window rows [B, T, H] of a layer or of a draft stage."""
+    kv = kv_norm(wkv(x_BTD, numerics), config.rms_norm_eps, numerics)
+    return numerics.fake(rope.rotate(kv, rotation), formats.WINDOW)
 
 
 def _widen(candidates_BTC: jax.Array, shape: tuple[int, ...]) -> jax.Array:

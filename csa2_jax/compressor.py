@@ -53,9 +53,11 @@ class Compressor(nnx.Module):
         phase_B, first_B = step.start_B % m, step.start_B // m
         if m == 1:
             raw = self.wkv(x_BTD, numerics)
-            c_half, z_half = pool.c_half_GBMH, pool.z_half_GBMH
+            c_half = z_half = None
         else:
             assert self.wgate is not None
+            assert pool.c_half_GBMH is not None
+            assert pool.z_half_GBMH is not None
             x = x_BTD.astype(jnp.float32)
             raw, c_half, z_half = compress(
                 einsum("btd,hd->bth", x, self.wkv.weight[...]),

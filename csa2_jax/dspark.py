@@ -18,6 +18,7 @@ from flax import nnx
 from jax import lax
 
 from csa2_jax import rope
+from csa2_jax.attention import window_kv
 from csa2_jax.block import Block
 from csa2_jax.config import ModelConfig
 from csa2_jax.layers import Linear, ParamFactory, RMSNorm, take_layer
@@ -37,6 +38,24 @@ class Draft:
     confidence: jax.Array
 
 
+class DraftFeed(nnx.Module):
+    """The part of the draft head that every forward runs to fill the stages' windows: shares its parameters."""
+
+    def __init__(self, head: DraftHead) -> None:
+        self.main_proj, self.main_norm = head.main_proj, head.main_norm
+        self.wkv, self.kv_norm = head.stages.attn.wkv, head.stages.attn.kv_norm
+
+    def __call__(self, main_BTE: jax.Array, step: Step, config: ModelConfig, numerics: Numerics) -> jax.Array:
+        """Window tails of all stages [stages, B, R, H] for the tokens of a call, from the joined copy-means."""
+        main_BTD = self.main_norm(self.main_proj(main_BTE, numerics), config.rms_norm_eps, numerics)
+        rows = []
+        for stage in range(config.num_nextn_predict_layers):
+            wkv, kv_norm = take_layer(self.wkv, stage), take_layer(self.kv_norm, stage)
+            kv = window_kv(wkv, kv_norm, main_BTD, step.rope_window, config, numerics)
+            rows.append(window_tail(kv, step.count_B, config.sliding_window))
+        return jnp.stack(rows)
+
+
 class DraftHead(nnx.Module):
     """The stages (stacked blocks of SWA layers with their own experts) and the heads around them."""
 
@@ -49,16 +68,6 @@ class DraftHead(nnx.Module):
         self.markov_embed = nnx.Dict(weight=make.normal((v, rank)))
         self.markov_head = nnx.Dict(weight=make.normal((v, rank)))
         self.confidence = nnx.Dict(weight=make.normal((1, d + rank), jnp.dtype(jnp.float32)))
-
-    def window_rows(self, main_BTE: jax.Array, step: Step, config: ModelConfig, numerics: Numerics) -> jax.Array:
-        """Window tails of all stages [stages, B, R, H] for the tokens of a call, from the joined copy-means."""
-        main_BTD = self.main_norm(self.main_proj(main_BTE, numerics), config.rms_norm_eps, numerics)
-        rows = []
-        for stage in range(config.num_nextn_predict_layers):
-            attn = take_layer(self.stages.attn, stage)
-            kv = attn.window_kv(main_BTD, step.rope_window, config, numerics)
-            rows.append(window_tail(kv, step.count_B, config.sliding_window))
-        return jnp.stack(rows)
 
     def __call__(
         self,

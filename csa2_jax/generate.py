@@ -17,7 +17,7 @@ import numpy as np
 from flax import nnx
 
 from csa2_jax.dspark import Draft
-from csa2_jax.model import Model, forward
+from csa2_jax.model import Bound, Model, forward
 from csa2_jax.state import Cache, Storage, init_cache
 from kernels_pallas import Unsupported
 
@@ -60,7 +60,7 @@ def _jit_draft(graphdef: Any, state: Any, ids: jax.Array, window: jax.Array, len
 
 
 def prefill(
-    model: Model,
+    model: Model | Bound,
     tokens_BT: Any,
     cache: Cache,
     lengths_B: Any = None,
@@ -148,7 +148,8 @@ def _generate(
         tokens[row, : len(prompt)] = prompt
     # The last token is never fed back, so it needs no place.
     cache = init_cache(model.config, batch, int(lengths.max()) + max_new_tokens - 1, storage)
-    out, cache = prefill(model, tokens, cache, lengths, chunk=chunk)
+    bound = Bound.of(model)
+    out, cache = prefill(bound, tokens, cache, lengths, chunk=chunk)
     keys = jax.random.split(jax.random.key(seed), batch)
     live = np.ones(batch, bool)
     for index in range(max_new_tokens):
@@ -161,7 +162,7 @@ def _generate(
             yield TokenEvent(int(row), index, int(drawn_host[row]), float(logprob_host[row]), finished)
         if not live.any():
             return
-        out, cache = forward(model, drawn_host[:, None], cache, live.astype(np.int32), all_logits=False)
+        out, cache = forward(bound, drawn_host[:, None], cache, live.astype(np.int32), all_logits=False)
 
 
 @functools.partial(jax.jit, static_argnames="temperature")

@@ -7,6 +7,7 @@ same code and one jit each.
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import functools
 from collections.abc import Iterable, Sequence
@@ -22,7 +23,7 @@ from csa2_jax import rope
 from csa2_jax.block import Block
 from csa2_jax.compressor import Compressor
 from csa2_jax.config import ModelConfig
-from csa2_jax.dspark import DraftHead
+from csa2_jax.dspark import DraftFeed, DraftHead
 from csa2_jax.engram import Engram, EngramTable, hash_rows, history_ids, next_history, product_table
 from csa2_jax.indexer import Indexer
 from csa2_jax.layers import ParamFactory, RMSNorm
@@ -124,8 +125,12 @@ class Model(nnx.Module):
         *,
         all_logits: bool = True,
         capture: frozenset[str] = frozenset(),
+        feed: DraftFeed | None = None,
     ) -> tuple[ForwardOutput, Cache | None]:
-        """Append each row's first `count_B` tokens to `cache` (or start from nothing). Called under jit by `forward`."""
+        """Append each row's first `count_B` tokens to `cache` (or start from nothing). Called under jit by `forward`.
+
+        `feed` fills the draft stages' windows, if the cache has any.
+        """
         config = self.config
         step = self._step(tokens_BT, cache, count_B)
         walk, ids_BU = self._walk(tokens_BT, cache, step, capture)
@@ -142,7 +147,7 @@ class Model(nnx.Module):
         out = ForwardOutput(self.logits(flow, None if all_logits else count_B), captured)
         if cache is None:
             return out, None
-        return out, self._next_cache(cache, step, flow, pools, tails | decoder_tails, ids_BU)
+        return out, self._next_cache(cache, step, flow, pools, tails | decoder_tails, ids_BU, feed)
 
     def encode(self, walk: Walk, flow: Flow, pools: dict[str, Pool]) -> tuple[Flow, dict[str, Pool], dict, dict]:
         """Layers below the decoder: their output, collapsed and normed by the decoder's first layer, is H_20."""
@@ -242,11 +247,14 @@ class Model(nnx.Module):
         pools: dict[str, Pool],
         tails: dict[int, jax.Array],
         ids_BU: jax.Array | None,
+        feed: DraftFeed | None,
     ) -> Cache:
         config = self.config
         draft_window = cache.draft_window_LBWH
-        if draft_window is not None and self.draft is not None and flow.main_BTQD is not None:
-            rows = self.draft.window_rows(_join_targets(flow.main_BTQD), step, config, self.numerics)
+        if draft_window is not None:
+            if feed is None:
+                raise ValueError("the cache has draft windows; pass the model's DraftFeed to fill them")
+            rows = feed(_join_targets(flow.main_BTQD), step, config, self.numerics)
             draft_window = write_windows(draft_window, rows, step)
         ngram_BE = cache.ngram_BE
         if ids_BU is not None:
@@ -340,8 +348,29 @@ def init_model(
     return nnx.merge(graphdef, state)
 
 
+@dataclasses.dataclass(frozen=True)
+class Bound:
+    """A model taken apart once for many calls: splitting an NNX module costs more than a small decode step's dispatch.
+
+    The draft head stays out of the forward's arguments, except the few parameters that fill its windows.
+    """
+
+    config: ModelConfig
+    graphdef: Any
+    state: Any
+    feed: tuple[Any, Any] | None  # graphdef and state of the DraftFeed
+
+    @classmethod
+    def of(cls, model: Model) -> Bound:
+        """Take `model` apart. Later changes to its parameters do not reach the result."""
+        backbone = copy.copy(model)
+        backbone.draft = None
+        feed = None if model.draft is None else nnx.split(DraftFeed(model.draft))
+        return cls(model.config, *nnx.split(backbone), feed)
+
+
 def forward(
-    model: Model,
+    model: Model | Bound,
     tokens_BT: Int[Array, "B T"] | np.ndarray | Sequence[Sequence[int]],
     cache: Cache | None = None,
     lengths_B: Int[Array, " B"] | np.ndarray | Sequence[int] | None = None,
@@ -356,6 +385,7 @@ def forward(
     alone is returned. Positions follow from the cache and cannot be set.
 
     Args:
+        model: a Model, or in loops the `Bound.of(model)` made from it once.
         tokens_BT: ids in [0, vocab_size).
         lengths_B: how many of each row's T tokens are real; logits behind them are unspecified.
         all_logits: False gives logits [B, V] of each row's last real token only.
@@ -366,18 +396,26 @@ def forward(
             consumed cache. Unsupported: image tokens (the image tower is not built yet).
     """
     tokens, lengths, names = check_call(model.config, tokens_BT, cache, lengths_B, capture)
-    graphdef, state = nnx.split(model)
+    bound = model if isinstance(model, Bound) else Bound.of(model)
     host = None if cache is None else cache.lengths() + lengths
-    out, cache = _jit_forward(graphdef, state, tokens, cache, lengths, all_logits=all_logits, capture=names)
+    drafting = cache is not None and cache.draft_window_LBWH is not None
+    feed_def, feed_state = bound.feed if drafting and bound.feed is not None else (None, None)
+    out, cache = _jit_forward(
+        bound.graphdef, feed_def, bound.state, feed_state, tokens, cache, lengths, all_logits=all_logits, capture=names
+    )
     if cache is None:
         return out
     return out, dataclasses.replace(cache, host_length=host)
 
 
-@functools.partial(jax.jit, static_argnames=("graphdef", "all_logits", "capture"), donate_argnames=("cache",))
+@functools.partial(
+    jax.jit, static_argnames=("graphdef", "feed_def", "all_logits", "capture"), donate_argnames=("cache",)
+)
 def _jit_forward(
     graphdef: Any,
+    feed_def: Any,
     state: Any,
+    feed_state: Any,
     tokens: Int[Array, "B T"],
     cache: Cache | None,
     lengths: Int[Array, " B"],
@@ -385,7 +423,9 @@ def _jit_forward(
     all_logits: bool,
     capture: frozenset[str],
 ) -> tuple[ForwardOutput, Cache | None]:
-    return nnx.merge(graphdef, state)(tokens, cache, lengths, all_logits=all_logits, capture=capture)
+    feed = None if feed_def is None else nnx.merge(feed_def, feed_state)
+    model = nnx.merge(graphdef, state)
+    return model(tokens, cache, lengths, all_logits=all_logits, capture=capture, feed=feed)
 
 
 def check_call(

@@ -89,7 +89,7 @@ def compress_vocabulary(decode: Callable[[int], str], raw_token: Callable[[int],
 
 def _normalise(text: str) -> str:
     folded = unicodedata.normalize("NFD", unicodedata.normalize("NFKC", text))
-    folded = "".join(c for c in folded if unicodedata.category(c) != "Mn").lower()
+    folded = "".join(c for c in folded if unicodedata.category(c)[0] != "M").lower()
     pieces: list[str] = []
     for c in folded:
         blank = c in " \t\r\n"

@@ -123,9 +123,10 @@ def compare_layer(
         return
     entries = before // spec.ratio
     for key in ("index_score_raw", "index_score"):
-        # Above the candidate source the trace masks its scores to the candidates; ours are the raw ones.
-        if not (key == "index_score" and spec.candidate_source is not None) and (both := pair("index_scores", key)):
-            yield from _compare_scores(step, layer, both[0][..., :entries], both[1])
+        if (both := pair("index_scores", key)) is not None:
+            # Above the candidate source the trace masks its scores to the candidates; ours are the raw ones.
+            masked = key == "index_score" and spec.candidate_source is not None
+            yield from _compare_scores(step, layer, both[0][..., :entries], both[1], masked)
     if (both := pair("selections", "index_idx")) is not None:
         offset = recording.prompt if step == "prefill" else recording.config.sliding_window
         reference = np.where(both[1] < 0, -1, both[1] - offset)
@@ -151,9 +152,12 @@ def _kept(mask: np.ndarray, recording: Recording, step: str, spec: LayerSpec) ->
     return mask & (first_of_block < visible[:, None])
 
 
-def _compare_scores(step: str, layer: int, ours: np.ndarray, reference: np.ndarray) -> Iterator[Comparison]:
+def _compare_scores(
+    step: str, layer: int, ours: np.ndarray, reference: np.ndarray, masked: bool
+) -> Iterator[Comparison]:
     seen = np.isfinite(reference)
-    yield Comparison("index visibility", step, layer, equal=np.isfinite(ours) == seen)
+    if not masked:
+        yield Comparison("index visibility", step, layer, equal=np.isfinite(ours) == seen)
     errors = np.where(seen, ours, 0) - np.where(seen, reference, 0)
     scale = max(float(np.abs(reference[seen]).max(initial=0.0)), 1e-30)
     yield Comparison("index_score", step, layer, (np.abs(errors) / scale).reshape(-1))
@@ -183,7 +187,7 @@ def compare_caches(recording: Recording, step: str, cache: Cache) -> Iterator[Co
             ("open group C", "kv_state", pool.c_half_GBMH, open_rows),
             ("open group Z", "score_state", pool.z_half_GBMH, open_rows),
         ):
-            if rows and (reference := recording.layer(step, spec.layer, key)) is not None:
+            if rows and array is not None and (reference := recording.layer(step, spec.layer, key)) is not None:
                 yield Comparison(
                     name,
                     step,

@@ -106,7 +106,7 @@ class _Modules:
                 reference = recording.layer(step, spec.layer, key)
                 if reference is None and rows:
                     return None
-                if reference is not None:
+                if reference is not None and array is not None:
                     array[spec.pool_slot][:, :rows] = reference[:, :rows]
         history = config.engram_max_ngram_size - 1
         token_map = recording.get("engram", "token_map")
@@ -163,7 +163,8 @@ class _Modules:
             if pool is not None:
                 pools[name] = pool
             agree = np.ones((batch, count), bool) if spec.mode is Mode.SWA else agree
-            for comparison in compare_layer(recording, step, spec, seen):
+            made = {key: value for key, value in seen.items() if key != "attn_in"}  # that is the input
+            for comparison in compare_layer(recording, step, spec, made):
                 if comparison.quantity == "index_idx" and comparison.equal is not None:
                     agree = np.asarray(comparison.equal.all(axis=-1))
                 yield comparison

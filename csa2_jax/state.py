@@ -27,8 +27,8 @@ class Pool:
 
     kv_GBPH: jax.Array  # rotated, rounded entries; keys and values at once
     key_GBPJ: jax.Array  # index keys
-    c_half_GBMH: jax.Array  # the open group's waiting rows [G, B, m - 1, H], f32
-    z_half_GBMH: jax.Array
+    c_half_GBMH: jax.Array | None  # the open group's waiting rows [G, B, m - 1, H], f32; None at m = 1
+    z_half_GBMH: jax.Array | None
 
 
 @jax.tree_util.register_pytree_node_class
@@ -90,8 +90,8 @@ def make_pools(
         pools[pool_name(ratio)] = Pool(
             kv_GBPH=jnp.zeros((groups, batch, entries, config.head_dim), dtype),
             key_GBPJ=jnp.zeros((groups, batch, entries, config.index_head_dim), dtype),
-            c_half_GBMH=jnp.zeros(half, jnp.float32),
-            z_half_GBMH=jnp.zeros(half, jnp.float32),
+            c_half_GBMH=jnp.zeros(half, jnp.float32) if ratio > 1 else None,
+            z_half_GBMH=jnp.zeros(half, jnp.float32) if ratio > 1 else None,
         )
     return pools
 

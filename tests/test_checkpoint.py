@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import io
 import json
 import shutil
+import sys
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -15,7 +17,7 @@ import pytest
 from flax import nnx
 
 from csa2_jax import checkpoint, manifest
-from csa2_jax.checkpoint import CheckpointError, Source, dequantise, fill_stack, find_token_map, load_checkpoint
+from csa2_jax.checkpoint import CheckpointError, Source, dequantise, fill_stack, load_checkpoint
 from csa2_jax.config import ModelConfig
 from csa2_jax.safetensors_io import TensorFiles
 from tests import golden_sets
@@ -143,6 +145,29 @@ def test_load_multimodal_checkpoint_for_text_leaves_the_tower_on_disk() -> None:
     found = parameters(model)
     assert found["layers.ffn.gate.bias_vl"].shape == (8, 8)
     assert not [path for path in found if path.startswith(("vision", "aligner", "image"))]
+
+
+class Terminal(io.StringIO):
+    """A stderr somebody watches."""
+
+    def isatty(self) -> bool:
+        return True
+
+
+def test_load_shows_progress_only_for_long_loads_on_a_terminal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config, tensors = make("fp8")
+    directory = rc.write_checkpoint(tmp_path, config, tensors)
+    shown = []
+    for least, watched in ((0, True), (0, False), (10**9, True)):
+        stderr = Terminal() if watched else io.StringIO()
+        monkeypatch.setattr(checkpoint, "_PROGRESS_FROM", least)
+        monkeypatch.setattr(sys, "stderr", stderr)
+        load_checkpoint(directory, weights="float32")
+        shown.append(stderr.getvalue())
+    size = sum(t.nbytes for t in tensors.values()) / 1e6
+    assert "loading weights" in shown[0]
+    assert f"{size:.1f}/{size:.1f} MB" in shown[0]  # every byte was counted, scales included
+    assert shown[1:] == ["", ""]
 
 
 # ---- number formats ----
@@ -406,6 +431,15 @@ def test_load_refuses_quantised_weights_under_a_plain_config(tmp_path: Path) -> 
         load_checkpoint(tmp_path)
 
 
+def test_load_refuses_the_config_of_another_model_in_one_sentence(tmp_path: Path) -> None:
+    _, tensors = make("bf16")
+    rc.write_checkpoint(tmp_path, make("bf16", swa_layers=2)[0], tensors)
+    with pytest.raises(
+        CheckpointError, match=r"\d+ of \d+ tensors are missing .*first.*config\.json describes another model"
+    ):
+        load_checkpoint(tmp_path)
+
+
 def test_load_refuses_an_odd_width_in_fp4(tmp_path: Path) -> None:
     config, tensors = make("fp8")
     config["text_config"]["moe_intermediate_size"] = 33
@@ -444,88 +478,6 @@ def test_load_names_every_argument_it_does_not_know(tmp_path: Path) -> None:
         load_checkpoint(tmp_path, weights="int4")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="compute_dtype='float16'"):
         load_checkpoint(tmp_path, compute_dtype="float16")  # type: ignore[arg-type]
-
-
-# ---- the token map ----
-
-
-def with_vocabulary(directory: Path, texts: list[str]) -> Path:
-    """A tokenizer.json of whole-word tokens beside a config that declares 40 compressed ids."""
-    from tokenizers import Tokenizer
-    from tokenizers.models import WordLevel
-
-    Tokenizer(WordLevel({text: i for i, text in enumerate(texts)}, unk_token=texts[0])).save(
-        str(directory / "tokenizer.json")
-    )
-    return directory
-
-
-@pytest.fixture
-def with_memory(tmp_path: Path) -> tuple[Path, ModelConfig]:
-    config, tensors = make("bf16", vocab_size=64)
-    config["text_config"]["engram_compressed_vocab_size"] = 40
-    return rc.write_checkpoint(tmp_path, config, tensors), ModelConfig.from_hf(config)
-
-
-def test_token_map_comes_from_the_tokenizer(with_memory: tuple[Path, ModelConfig]) -> None:
-    directory, config = with_memory
-    texts = [f"w{i}" for i in range(40)] + [f"W{i}" for i in range(24)]
-    found = find_token_map(with_vocabulary(directory, texts), config)
-    assert found is not None
-    assert found.tolist() == [*range(40), *range(24)]
-    model = load_checkpoint(directory)
-    np.testing.assert_array_equal(model.token_map[...], found)  # type: ignore[index]
-
-
-def test_token_map_of_another_tokenizer_is_refused_with_both_numbers(with_memory: tuple[Path, ModelConfig]) -> None:
-    directory, config = with_memory
-    with_vocabulary(directory, [f"w{i}" for i in range(41)] + [f"W{i}" for i in range(23)])
-    with pytest.raises(CheckpointError, match=r"tokenizer\.json gives 41 .*engram_compressed_vocab_size=40"):
-        load_checkpoint(directory)
-    with_vocabulary(directory, [f"w{i}" for i in range(63)])
-    with pytest.raises(CheckpointError, match="has 63 tokens but vocab_size=64"):
-        find_token_map(directory, config)
-
-
-def test_token_map_may_lie_beside_the_model(with_memory: tuple[Path, ModelConfig]) -> None:
-    directory, config = with_memory
-    given = np.arange(64) % 40
-    np.save(directory / "token_map.npy", given)
-    found = find_token_map(directory, config)
-    assert found is not None
-    assert found.dtype == np.int32
-    np.testing.assert_array_equal(found, given)
-    for wrong, words in (
-        (np.arange(64), "gives 64 compressed ids"),
-        (np.arange(64) % 40 + 1, "gives 40 compressed ids from 1 to 40"),
-        (given[:-1], r"integers \[64\] .*int64 \[63\]"),
-        (given.astype(np.float32), "float32"),
-    ):
-        np.save(directory / "token_map.npy", wrong)
-        with pytest.raises(CheckpointError, match=words):
-            find_token_map(directory, config)
-    np.save(directory / "token_map.npy", np.asarray([{}] * 64, dtype=object), allow_pickle=True)
-    with pytest.raises(CheckpointError, match=r"token_map\.npy"):
-        find_token_map(directory, config)
-
-
-def test_token_map_that_cannot_be_found_says_what_to_put_there(with_memory: tuple[Path, ModelConfig]) -> None:
-    directory, _ = with_memory
-    with pytest.raises(CheckpointError, match=r"tokenizer\.json beside config\.json.*token_map\.npy \(int32 \[64\]\)"):
-        load_checkpoint(directory)
-
-
-def test_token_map_of_recorded_checkpoints_is_half_the_id() -> None:
-    directory = golden_sets.materialise("tiny8_f32_noqat")
-    found = find_token_map(directory, ModelConfig.from_hf(directory))
-    np.testing.assert_array_equal(found, np.arange(256) // 2)
-
-
-def test_token_map_is_not_needed_without_a_memory(tmp_path: Path) -> None:
-    config, tensors = make("bf16", engram_layers=())
-    directory = rc.write_checkpoint(tmp_path, config, tensors)
-    assert find_token_map(directory, ModelConfig.from_hf(directory)) is None
-    assert load_checkpoint(directory).token_map is None
 
 
 def test_load_needs_the_files_to_be_there(tmp_path: Path) -> None:

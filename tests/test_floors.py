@@ -28,11 +28,12 @@ DOOR = (
 ROOMS = (
     ("cli",),
     (DOOR,),
-    ("engine",),
+    ("engine", "gates", "replay"),
+    ("recording",),
     ("generate", "prompt"),
     # Beside the model stands what files and devices need; it reads the model, and nothing below reads it.
-    ("model", "dspark", "vision", "checkpoint", "sharding", "accounting", "manifest", "safetensors_io"),
-    ("stack",),
+    ("model", "vision", "checkpoint", "sharding", "accounting", "manifest", "safetensors_io", "tokenizer"),
+    ("stack", "dspark"),
     ("block",),
     ("attention", "moe", "engram", "residual"),
     ("indexer", "compressor"),

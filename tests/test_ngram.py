@@ -90,6 +90,8 @@ def test_multipliers_are_odd_and_never_overflow() -> None:
     [
         pytest.param(["The", "the", " the", "THE "], [0, 0, 0, 0], id="case_and_blanks"),
         pytest.param(["é", "e", "e\u0301"], [0, 0, 0], id="accents"),
+        # Spacing vowel signs and enclosing circles are marks too, not only the accents that take no room.
+        pytest.param(["\u0915\u093e", "\u0915", "1\u20dd", "1"], [0, 0, 1, 1], id="marks_of_every_kind"),
         pytest.param(["ﬁ", "fi", "²", "2"], [0, 0, 1, 1], id="compatibility_forms"),
         pytest.param([" ", "  ", "\n", "\t\r\n", "a"], [0, 0, 0, 0, 1], id="one_blank_stays"),
         pytest.param(["\u0301", "\u0302", ""], [0, 1, 2], id="vanished_text_keeps_itself"),

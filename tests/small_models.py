@@ -1,0 +1,205 @@
+"""Small models that several test files share, and the few shapes in which they are called.
+
+Every new (batch, tokens) costs seconds of compilation, so a model has a handful of call widths, and shorter chunks are
+padded to one of them with `lengths_B`. A model is loaded once per process.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import tempfile
+from typing import Any
+
+import jax
+import numpy as np
+
+from csa2_jax.checkpoint import load_checkpoint
+from csa2_jax.config import ModelConfig
+from csa2_jax.model import Bound, Model, forward
+from csa2_jax.plan import Mode
+from csa2_jax.state import Cache, init_cache, pool_name
+from tests import random_checkpoint as rc
+from tests.golden_sets import materialise
+
+BATCH = 8
+# Three compression ratios, a group of window-only layers, a REINDEX layer with candidates, Engram in the decoder.
+RATIOS_KNOBS: dict[str, Any] = {
+    "swa_layers": 1,
+    "encoder_ratios": (3, 4),
+    "encoder_extra": "U",
+    "decoder_extra": "I",
+    "sliding_window": 5,
+    "index_topk": 2,
+    "index_n_heads": 4,
+    "candidates": True,
+    "candidate_block_size": 3,
+    "candidate_spare_blocks": 0,
+    "engram_layers": (0, 5),
+    "draft_stages": 1,
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "hc_mult": 4,
+    "yarn": 32,
+}
+# As few different layers as a model with everything can have.
+MINI_KNOBS: dict[str, Any] = {
+    "swa_layers": 1,
+    "encoder_ratios": (2,),
+    "encoder_extra": "",
+    "decoder_extra": "I",
+    "sliding_window": 4,
+    "index_topk": 2,
+    "candidates": True,
+    "candidate_block_size": 1,
+    "candidate_spare_blocks": 0,
+    "engram_layers": (1,),
+    "draft_stages": 0,
+    "hidden_size": 32,
+    "num_experts_per_tok": 2,
+    "hc_mult": 4,
+    "yarn": 32,
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Small:
+    """A loaded model and its call widths: decode, up to the window, up to 2 W + 1, a whole sequence."""
+
+    name: str
+    model: Model
+    bound: Bound
+    widths: tuple[int, ...]
+
+    @property
+    def config(self) -> ModelConfig:
+        return self.model.config
+
+    @property
+    def window(self) -> int:
+        return self.config.sliding_window
+
+    @property
+    def total(self) -> int:
+        """Tokens of a whole sequence."""
+        return self.widths[-1]
+
+    def tokens(self, seed: int = 0, batch: int = BATCH) -> np.ndarray:
+        """Random ids [B, total]."""
+        return np.random.default_rng(seed).integers(0, self.config.vocab_size, (batch, self.total))
+
+    def cache(self, batch: int = BATCH) -> Cache:
+        return init_cache(self.config, batch, self.total, "f32", draft=True)
+
+    def append(self, cache: Cache, tokens: np.ndarray, lengths: Any = None) -> tuple[np.ndarray, Cache]:
+        """One call, padded to the next width; logits [B, V] of one token a row, else [B, T, V]."""
+        lengths = np.full(len(tokens), tokens.shape[1]) if lengths is None else np.asarray(lengths)
+        width = next(w for w in self.widths if w >= tokens.shape[1])
+        padded = np.zeros((len(tokens), width), np.int64)
+        padded[:, : tokens.shape[1]] = tokens
+        out, cache = forward(self.bound, padded, cache, lengths, all_logits=width > 1)
+        return np.asarray(out.logits), cache
+
+    def whole(self, tokens: np.ndarray, lengths: Any = None) -> Any:
+        """The forward without a cache over [B, total], with selections, candidates and raw scores captured."""
+        return forward(self.bound, tokens, lengths_B=lengths, capture=("selections", "candidates", "index_scores"))
+
+
+def load_random(knobs: dict[str, Any], seed: int = 0, storage: rc.Storage = "bf16", **options: Any) -> Model:
+    """A random checkpoint, written in the release layout and loaded (f32 without roundings unless told otherwise)."""
+    config = rc.random_config(seed, quantisable=True, **knobs)
+    tensors = rc.random_tensors(config, seed + 1, storage)
+    with tempfile.TemporaryDirectory() as directory:
+        rc.write_checkpoint(directory, config, tensors)
+        return load_checkpoint(directory, **({"compute_dtype": "float32", "fake_quant": False} | options))
+
+
+@functools.cache
+def tiny8() -> Small:
+    """The recorded checkpoint: ratio 2 then 1, W = 8, K = 4, candidates of 3 blocks of 2."""
+    model = load_checkpoint(materialise("tiny8_f32_noqat"), compute_dtype="float32", fake_quant=False)
+    return Small("tiny8", model, Bound.of(model), (1, 8, 17, 48))
+
+
+@functools.cache
+def ratios() -> Small:
+    """A random checkpoint: ratios 3, 4 and 1, W = 5, K = 2, candidates of 2 blocks of 3."""
+    model = load_random(RATIOS_KNOBS)
+    return Small("ratios", model, Bound.of(model), (1, 11, 40))
+
+
+@functools.cache
+def mini() -> Model:
+    """The cheapest model to compile that has all four layer modes but REUSE."""
+    return load_random(MINI_KNOBS)
+
+
+SMALL = {"tiny8": tiny8, "ratios": ratios}
+
+
+def meaningful(config: ModelConfig, cache: Cache) -> dict[str, list[np.ndarray]]:
+    """Everything of a cache that a later call may read, per row and as NumPy; the rest is unspecified."""
+    length = np.asarray(cache.length_B)
+    width = config.sliding_window
+    held: dict[str, list[np.ndarray]] = {"length": list(length), "ngram": list(np.asarray(cache.ngram_BE))}
+
+    def windows(ring: jax.Array) -> list[np.ndarray]:
+        rows = np.asarray(ring)
+        return [rows[:, b, np.arange(max(0, n - width), n) % width] for b, n in enumerate(length)]
+
+    held["window"] = windows(cache.window_LBWH)
+    if cache.draft_window_LBWH is not None:
+        held["draft window"] = windows(cache.draft_window_LBWH)
+    for ratio in config.plan.ratios:
+        pool = cache.pools[pool_name(ratio)]
+        for name, array, count in (
+            ("kv", pool.kv_GBPH, length // ratio),
+            ("key", pool.key_GBPJ, length // ratio),
+            ("c half", pool.c_half_GBMH, length % ratio),
+            ("z half", pool.z_half_GBMH, length % ratio),
+        ):
+            if array is not None:
+                held[f"m{ratio} {name}"] = [np.asarray(array)[:, b, :n] for b, n in enumerate(count)]
+    return held
+
+
+def poisoned(config: ModelConfig, cache: Cache) -> Cache:
+    """The cache with NaN in everything that no later call may read."""
+    length, width = np.asarray(cache.length_B), config.sliding_window
+
+    def fill(array: Any, used: np.ndarray) -> Any:
+        """NaN from `used[b]` on along axis 2."""
+        if array is None:
+            return None
+        free = np.arange(array.shape[2]) >= used[:, None]
+        return jax.numpy.asarray(np.where(free[None, :, :, None], np.float32(np.nan), np.asarray(array)))
+
+    pools = {}
+    for ratio in config.plan.ratios:
+        pool = cache.pools[pool_name(ratio)]
+        pools[pool_name(ratio)] = dataclasses.replace(
+            pool,
+            kv_GBPH=fill(pool.kv_GBPH, length // ratio),
+            key_GBPJ=fill(pool.key_GBPJ, length // ratio),
+            c_half_GBMH=fill(pool.c_half_GBMH, length % ratio),
+            z_half_GBMH=fill(pool.z_half_GBMH, length % ratio),
+        )
+    # A window that is not full yet is filled from slot 0.
+    return dataclasses.replace(
+        cache,
+        window_LBWH=fill(cache.window_LBWH, np.minimum(length, width)),
+        draft_window_LBWH=fill(cache.draft_window_LBWH, np.minimum(length, width)),
+        pools=pools,
+    )
+
+
+def full_layers(config: ModelConfig) -> list[int]:
+    """Layers that make a pool."""
+    return [spec.layer for spec in config.plan.layers if spec.mode is Mode.FULL]
+
+
+def relative_error(found: np.ndarray, expected: np.ndarray) -> float:
+    """Largest |found - expected| / |expected| over rows of the last axis."""
+    found, expected = np.asarray(found, np.float64), np.asarray(expected, np.float64)
+    error = np.linalg.norm(found - expected, axis=-1) / np.maximum(np.linalg.norm(expected, axis=-1), 1e-30)
+    return float(np.max(error, initial=0.0))
