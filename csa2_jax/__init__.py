@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from csa2_jax.checkpoint import load_checkpoint
     from csa2_jax.config import ModelConfig
-    from csa2_jax.generate import TokenEvent, draft, generate, prefill
+    from csa2_jax.generation import TokenEvent, draft, generate, prefill
     from csa2_jax.model import Bound, ForwardOutput, Model, forward, init_model
     from csa2_jax.numerics import Numerics
     from csa2_jax.state import Cache, init_cache
@@ -31,15 +31,15 @@ _HOMES = {
     "Model": "csa2_jax.model",
     "ModelConfig": "csa2_jax.config",
     "Numerics": "csa2_jax.numerics",
-    "TokenEvent": "csa2_jax.generate",
+    "TokenEvent": "csa2_jax.generation",
     "Unsupported": "kernels_pallas",
-    "draft": "csa2_jax.generate",
+    "draft": "csa2_jax.generation",
     "forward": "csa2_jax.model",
-    "generate": "csa2_jax.generate",
+    "generate": "csa2_jax.generation",
     "init_cache": "csa2_jax.state",
     "init_model": "csa2_jax.model",
     "load_checkpoint": "csa2_jax.checkpoint",
-    "prefill": "csa2_jax.generate",
+    "prefill": "csa2_jax.generation",
 }
 
 __all__ = [

@@ -13,7 +13,7 @@ import numpy as np
 from flax import nnx
 
 from csa2_jax.attention import Role, Shared
-from csa2_jax.generate import draft
+from csa2_jax.generation import draft
 from csa2_jax.layers import take_layer
 from csa2_jax.model import Model, forward
 from csa2_jax.plan import LayerSpec, Mode

@@ -26,11 +26,12 @@ DOOR = (
     "__init__"  # what `import csa2_jax` gives: it reads everything up to the engine, and only the command line reads it
 )
 ROOMS = (
+    ("__main__",),
     ("cli",),
     (DOOR,),
     ("engine", "gates", "replay"),
     ("recording",),
-    ("generate", "prompt"),
+    ("generation", "prompt"),
     # Beside the model stands what files and devices need; it reads the model, and nothing below reads it.
     ("model", "vision", "checkpoint", "sharding", "accounting", "manifest", "safetensors_io", "tokenizer"),
     ("stack", "dspark"),

@@ -69,7 +69,7 @@ def main(
         )
 
     from csa2_jax.checkpoint import load_checkpoint
-    from csa2_jax.generate import generate
+    from csa2_jax.generation import generate
 
     started = time.perf_counter()
     loaded = load_checkpoint(model, compute_dtype=compute_dtype, fake_quant=fake_quant, weights=weights)
