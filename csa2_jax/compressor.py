@@ -10,6 +10,8 @@ Source: arXiv 2609.19969 (CSA2 compressor).
 
 from __future__ import annotations
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 from flax import nnx
@@ -18,7 +20,7 @@ from csa2_jax import formats, rope
 from csa2_jax.config import ModelConfig
 from csa2_jax.layers import Linear, ParamFactory, RMSNorm
 from csa2_jax.numerics import Numerics, einsum
-from csa2_jax.state import Pool, Step
+from csa2_jax.state import Pool, Step, write_rows
 from kernels_pallas import compress
 
 
@@ -77,15 +79,25 @@ class Compressor(nnx.Module):
         key_BEJ = self.k_norm(self.wk(latent_BEH, numerics), config.rms_norm_eps, numerics)
         key_BEJ = numerics.fake(rope.rotate(key_BEJ, rotation), formats.INDEX)
         kv_BEH = numerics.fake(rope.rotate(latent_BEH, rotation), formats.MAIN)
+        if not step.cached:  # every row starts a pool of its own: entry e sits in slot e, and gradients flow
+            pool = dataclasses.replace(
+                pool, kv_GBPH=_fill(pool.kv_GBPH, kv_BEH), key_GBPJ=_fill(pool.key_GBPJ, key_BEJ)
+            )
+            return pool, latent_BEH
         complete_B = (phase_B + step.count_B) // m
         capacity = pool.kv_GBPH.shape[2]
         written = jnp.arange(latent_BEH.shape[1]) < complete_B[:, None]
         slot_BE = jnp.where(written, entry_BE, capacity)  # out of range: dropped
-        b = jnp.arange(latent_BEH.shape[0])[:, None]
         pool = Pool(
-            kv_GBPH=pool.kv_GBPH.at[group, b, slot_BE].set(kv_BEH.astype(pool.kv_GBPH.dtype), mode="drop"),
-            key_GBPJ=pool.key_GBPJ.at[group, b, slot_BE].set(key_BEJ.astype(pool.key_GBPJ.dtype), mode="drop"),
+            kv_GBPH=write_rows(pool.kv_GBPH, group, slot_BE, kv_BEH),
+            key_GBPJ=write_rows(pool.key_GBPJ, group, slot_BE, key_BEJ),
             c_half_GBMH=c_half,
             z_half_GBMH=z_half,
         )
         return pool, latent_BEH
+
+
+def _fill(array_GBPH: jax.Array, rows_BEH: jax.Array) -> jax.Array:
+    """Rows at the front of group 0."""
+    kept = min(rows_BEH.shape[1], array_GBPH.shape[2])
+    return array_GBPH.at[0, :, :kept].set(rows_BEH[:, :kept].astype(array_GBPH.dtype))

@@ -110,7 +110,7 @@ def generate(
     max_new_tokens: int,
     temperature: float = 0.0,
     seed: int = 0,
-    storage: Storage = "bf16",
+    storage: Storage | None = None,
     chunk: int = 1024,
     stop_at_eos: bool = True,
     speculative: bool = False,
@@ -138,7 +138,7 @@ def _generate(
     max_new_tokens: int,
     temperature: float,
     seed: int,
-    storage: Storage,
+    storage: Storage | None,
     chunk: int,
     stop_at_eos: bool,
 ) -> Iterator[TokenEvent]:
@@ -146,8 +146,11 @@ def _generate(
     tokens = np.zeros((batch, lengths.max()), np.int64)
     for row, prompt in enumerate(prompts):
         tokens[row, : len(prompt)] = prompt
-    # The last token is never fed back, so it needs no place.
-    cache = init_cache(model.config, batch, int(lengths.max()) + max_new_tokens - 1, storage)
+    # The last token is never fed back, so it needs no place. Lengths go in buckets: each one compiles anew.
+    needed, longest = int(lengths.max()) + max_new_tokens - 1, model.config.max_position_embeddings
+    if needed > longest:
+        raise ValueError(f"{needed} tokens with {max_new_tokens=} exceed max_position_embeddings={longest}")
+    cache = init_cache(model.config, batch, min(_bucket(needed, 128), longest), storage)
     bound = Bound.of(model)
     out, cache = prefill(bound, tokens, cache, lengths, chunk=chunk)
     keys = jax.random.split(jax.random.key(seed), batch)
@@ -177,9 +180,9 @@ def _sample(logits_BV: jax.Array, keys: jax.Array, index: int, temperature: floa
     return ids.astype(jnp.int32), logprob
 
 
-def _bucket(width: int) -> int:
-    """The next power of two from 16 up: prompts of many lengths share a few compiled shapes."""
-    size = 16
+def _bucket(width: int, smallest: int = 16) -> int:
+    """The next power of two from `smallest` up: prompts of many lengths share a few compiled shapes."""
+    size = smallest
     while size < width:
         size *= 2
     return size

@@ -189,6 +189,7 @@ class Model(nnx.Module):
             image_BT=image_BT,
             rope_window=rope.table(position_BT, rope.layer_frequencies(config, reads_pool=False)),
             rope_pool=rope.table(position_BT, rope.layer_frequencies(config, reads_pool=True)),
+            cached=cache is not None,
         )
 
     def _walk(

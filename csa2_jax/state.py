@@ -97,11 +97,12 @@ def make_pools(
 
 
 def init_cache(
-    config: ModelConfig, batch: int, max_length: int, storage: Storage = "bf16", *, draft: bool = False
+    config: ModelConfig, batch: int, max_length: int, storage: Storage | None = None, *, draft: bool = False
 ) -> Cache:
     """An empty cache for `batch` sequences of up to `max_length` tokens.
 
-    storage: "bf16" (exact for models that run with their roundings: every rounded value is a bf16 number) or "f32".
+    storage: "bf16" (exact for models that run with their roundings: every rounded value is a bf16 number) or "f32". By default
+        bf16 on accelerators and f32 on CPUs, whose compiler widens a whole bf16 array for every few rows it reads.
     draft: also keep the draft head's windows, needed by `draft`.
     Raises ValueError for sizes below 1, a length beyond max_position_embeddings, or an unknown storage.
     """
@@ -109,6 +110,8 @@ def init_cache(
         from kernels_pallas import Unsupported
 
         raise Unsupported("storage='packed' is not built yet; use 'bf16', which holds the same numbers exactly")
+    if storage is None:
+        storage = "f32" if jax.default_backend() == "cpu" else "bf16"
     if storage not in _STORAGE:
         raise ValueError(f"{storage=} must be one of {sorted(_STORAGE)}")
     if batch < 1 or max_length < 1:
@@ -146,6 +149,7 @@ class Step:
     image_BT: jax.Array | None
     rope_window: tuple[jax.Array, jax.Array]  # cos, sin [B, T, R/2] of window-only layers
     rope_pool: tuple[jax.Array, jax.Array]  # of layers that read a pool
+    cached: bool = dataclasses.field(default=True, metadata={"static": True})  # False: pools live for this call only
 
 
 @jax.tree_util.register_dataclass
@@ -184,8 +188,13 @@ def write_windows(window_LBWH: jax.Array, tail_LBRH: jax.Array, step: Step) -> j
         index_BR = _tail_index(step.count_B, kept)
     real = (index_BR >= 0) & (index_BR < step.count_B[:, None])
     slot_BR = jnp.where(real, (step.start_B[:, None] + index_BR) % width, width)
-    b = jnp.arange(window_LBWH.shape[1])[:, None]
-    return window_LBWH.at[:, b, slot_BR].set(tail_LBRH.astype(window_LBWH.dtype), mode="drop")
+    return write_rows(window_LBWH, slice(None), slot_BR, tail_LBRH)
+
+
+def write_rows(array_GBPH: jax.Array, group: Any, slot_BE: jax.Array, rows: jax.Array) -> jax.Array:
+    """`array[group, b, slot_BE[b]] = rows[b]`, in place under jit; slots beyond the array are dropped."""
+    b = jnp.arange(slot_BE.shape[0])[:, None]
+    return array_GBPH.at[group, b, slot_BE].set(rows.astype(array_GBPH.dtype), mode="drop")
 
 
 def _tail_index(count_B: jax.Array, width: int) -> jax.Array:

@@ -110,7 +110,7 @@ def load_random(knobs: dict[str, Any], seed: int = 0, storage: rc.Storage = "bf1
     config = rc.random_config(seed, quantisable=True, **knobs)
     tensors = rc.random_tensors(config, seed + 1, storage)
     with tempfile.TemporaryDirectory() as directory:
-        rc.write_checkpoint(directory, config, tensors)
+        rc.write_checkpoint(directory, rc.config_for_storage(config, storage), tensors)
         return load_checkpoint(directory, **({"compute_dtype": "float32", "fake_quant": False} | options))
 
 

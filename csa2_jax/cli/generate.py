@@ -12,13 +12,13 @@ def main(
     model: Path,
     prompt: str | None = None,
     prompt_ids: str | None = None,
-    max_new_tokens: int = 128,
+    max_new_tokens: int | None = None,
     temperature: float = 0.0,
     seed: int = 0,
     compute_dtype: Literal["bfloat16", "float32"] = "bfloat16",
     fake_quant: bool = True,
     weights: Literal["stored", "float32", "bfloat16"] = "stored",
-    storage: Literal["bf16", "f32"] = "bf16",
+    storage: Literal["bf16", "f32"] | None = None,
     bos: bool = True,
     chunk: int = 1024,
     quiet: bool = False,
@@ -32,13 +32,13 @@ def main(
         model: directory with config.json and safetensors in the release layout.
         prompt: text to continue; '-' reads standard input.
         prompt_ids: token ids to continue instead, separated by commas or spaces.
-        max_new_tokens: how many tokens to make at most; the end-of-sequence token ends earlier.
+        max_new_tokens: how many tokens to make at most (by default 128, or what fits); the end-of-sequence token ends earlier.
         temperature: 0 is greedy; 1 samples from the model's distribution, lower is more careful.
         seed: equal seeds give equal samples.
         compute_dtype: what activations are rounded to.
         fake_quant: apply the roundings to fp8 and fp4 the model was trained with.
         weights: keep them as stored (fp8, fp4), or dequantise to one dtype while loading.
-        storage: what the cache stores; bf16 is exact as long as the roundings are on.
+        storage: what the cache stores (bf16 is exact as long as the roundings are on); by default bf16, on CPUs f32.
         bos: put the beginning-of-sequence token before a text prompt.
         chunk: prompt tokens per call; longer prompts are taken in pieces of this size.
         quiet: print the continuation alone, no line about speed.
@@ -61,11 +61,14 @@ def main(
         ids = tokenizer.encode(text, add_special_tokens=False).ids
         if bos and ids[:1] != [config.bos_token_id]:
             ids = [config.bos_token_id, *ids]
-    longest = config.max_position_embeddings
-    if len(ids) + max_new_tokens - 1 > longest:
+    # The last token is never fed back, so it needs no position.
+    room = config.max_position_embeddings - len(ids) + 1
+    if max_new_tokens is None:
+        max_new_tokens = max(min(128, room), 1)
+    if max_new_tokens > room:
         raise ValueError(
-            f"{len(ids)} prompt tokens and {max_new_tokens=} exceed max_position_embeddings={longest}; "
-            f"at most {max(longest - len(ids) + 1, 0)} new tokens fit"
+            f"{len(ids)} prompt tokens and {max_new_tokens=} exceed max_position_embeddings="
+            f"{config.max_position_embeddings}; at most {max(room, 0)} new tokens fit"
         )
 
     from csa2_jax.checkpoint import load_checkpoint

@@ -1,0 +1,94 @@
+"""What the compiler is given: few arguments, one body per kind of group, caches updated in place."""
+
+import dataclasses
+
+import jax
+import numpy as np
+import pytest
+from flax import nnx
+
+from csa2_jax import Bound, Model, ModelConfig, Numerics, init_cache
+from csa2_jax.model import _jit_forward
+
+TWIN = "configs/v41_twin.json"
+
+
+def _abstract_step(
+    config: ModelConfig, numerics: Numerics, tokens: int = 1, max_length: int = 256, *, draft: bool = False
+):
+    """The arguments of a jitted step over abstract weights: nothing is allocated."""
+    model = nnx.eval_shape(lambda: Model(config, numerics=numerics))
+    bound = Bound.of(model)
+    cache = dataclasses.replace(
+        jax.eval_shape(lambda: init_cache(config, 1, max_length, "f32", draft=draft)), host_length=None
+    )
+    feed_def, feed_state = bound.feed if draft and bound.feed is not None else (None, None)
+    shapes = (jax.ShapeDtypeStruct((1, tokens), np.int32), cache, jax.ShapeDtypeStruct((1,), np.int32))
+    return (bound.graphdef, feed_def, bound.state, feed_state, *shapes)
+
+
+def _lower(args):
+    return _jit_forward.lower(*args, all_logits=True, capture=frozenset())
+
+
+def _layout(groups: int, per_group: int = 6) -> ModelConfig:
+    """The 40-layer layout with another number of encoder and decoder groups."""
+    twin = ModelConfig.from_hf(TWIN)
+    encoder = [2 + per_group * g for g in range(groups)]
+    start = 2 + per_group * groups
+    decoder = [start + 4 * g for g in range(groups + 1)]
+    layers = decoder[-1] + 4
+    return dataclasses.replace(
+        twin,
+        num_hidden_layers=layers,
+        compress_ratios=(0, 0, *[2] * (per_group * groups), *[1] * (layers - start), *[0] * 3),
+        kv_source_layer_ids=(*encoder, start),
+        index_source_layer_ids=(*encoder, *decoder),
+        candidate_source_layer_id=start,
+        engram_layer_ids=(1, encoder[-1]),
+        dspark_target_layer_ids=(layers - 3, layers - 2, layers - 1),
+    )
+
+
+@pytest.mark.parametrize("draft", [False, True])
+def test_step_of_forty_layers_takes_fewer_than_80_arguments(draft):
+    # The most there can be: fp8 and fp4 weights with their scales, Engram, and the draft head's windows.
+    args = _abstract_step(ModelConfig.from_hf(TWIN), Numerics("bfloat16", True), draft=draft)
+    assert len(jax.tree.leaves(args[2:])) < 80
+
+
+@pytest.mark.smoke
+def test_equal_groups_do_not_grow_the_program():
+    numerics = Numerics("float32", False)
+    few, many = (_lower(_abstract_step(_layout(groups), numerics)).as_text() for groups in (2, 6))
+    # Window tails are gathered layer by layer behind the scans; the bodies, nearly all of the program, stay the same.
+    assert few.count("stablehlo.while") == many.count("stablehlo.while")
+    assert many.count("stablehlo.dot_general") == few.count("stablehlo.dot_general")
+    assert len(many) < 1.2 * len(few)
+
+
+def test_unrolled_program_grows_with_the_layers():
+    numerics = Numerics("float32", False)
+    config = ModelConfig.from_hf(TWIN)
+    scanned = _lower(_abstract_step(config, numerics)).as_text().count("stablehlo.dot_general")
+    model = nnx.eval_shape(lambda: Model(config, numerics=numerics, scan_layers=False))
+    args = list(_abstract_step(config, numerics))
+    bound = Bound.of(model)
+    args[0], args[2] = bound.graphdef, bound.state
+    unrolled = _lower(tuple(args)).as_text().count("stablehlo.dot_general")
+    assert scanned < 0.35 * unrolled
+
+
+def test_caches_are_updated_in_place_and_memory_does_not_follow_the_pool():
+    config = dataclasses.replace(ModelConfig.from_hf("configs/v41_tiny.json"), max_position_embeddings=1 << 20)
+    numerics = Numerics("float32", False)
+    temporary = {}
+    for length in (1 << 12, 1 << 16, 1 << 20):
+        args = _abstract_step(dataclasses.replace(config, quantized=False), numerics, max_length=length)
+        memory = _lower(args).compile().memory_analysis()
+        cache_bytes = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(args[5]))
+        assert memory.alias_size_in_bytes >= cache_bytes  # every array of the cache is donated and reused
+        temporary[length] = memory.temp_size_in_bytes
+    # Beyond a constant, only the f32 score row of one query and what sorting it takes may grow with the pool.
+    grown = temporary[1 << 20] - temporary[1 << 16]
+    assert grown <= 3 * 4 * ((1 << 20) - (1 << 16))

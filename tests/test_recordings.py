@@ -1,0 +1,118 @@
+"""The model against recordings of the released code: whole runs from their tokens, and modules from their recorded inputs.
+
+The same comparisons and tolerances as `csa2 check`; the f32_noqat sets decide (all integers equal, floats to a few 1e-6), the
+rounded ones are held to the distribution that a correct implementation with other summation orders has.
+"""
+
+import dataclasses
+
+import numpy as np
+import pytest
+
+from csa2_jax import load_checkpoint
+from csa2_jax.gates import Pooled, judge_end_to_end, judge_modules, pool
+from csa2_jax.recording import Recording
+from csa2_jax.replay import compare_end_to_end, compare_modules
+from tests.golden_sets import materialise
+
+SETS = ("tiny8_f32_noqat", "twin40_f32_noqat", "tiny8_f32", "tiny8_bf16", "tiny8_fp8", "twin40_fp8")
+# What each kind of recording must have compared, so that a trace which lost its keys cannot pass by comparing nothing.
+DECISIVE = {
+    "logits",
+    "argmax",
+    "h",
+    "pre_mix",
+    "pool",
+    "index keys",
+    "window cache",
+    "index_score",
+    "index_idx",
+    "gate_idx",
+}
+DECISIVE |= {"engram_hash", "draft logits", "draft_ids", "main_hidden", "draft window", "latent", "open group C"}
+MODULES = {
+    "attn_q",
+    "attn_o",
+    "attn_out",
+    "ffn_out",
+    "gate_idx",
+    "h",
+    "pre_mix",
+    "latent",
+    "index_score",
+    "index_idx",
+    "engram_h",
+}
+
+
+def _load(name: str):
+    recording = Recording(materialise(name))
+    model = load_checkpoint(recording.directory, compute_dtype=recording.compute_dtype, fake_quant=recording.fake_quant)
+    return recording, model
+
+
+def _assert_kept(verdicts, pooled: dict[str, Pooled]):
+    assert verdicts
+    broken = [(v.quantity, v.measure, v.value, v.bound, pooled[v.quantity].worst) for v in verdicts if not v.passed]
+    assert broken == []
+
+
+@pytest.mark.parametrize("name", [pytest.param(SETS[0], marks=pytest.mark.smoke), *SETS[1:]])
+def test_run_agrees_with_the_recording(name):
+    recording, model = _load(name)
+    pooled = pool(compare_end_to_end(recording, model))
+    if recording.mode == "f32_noqat":
+        assert set(pooled) >= DECISIVE
+        # Every index source, and at the candidate source its blocks, at prefill and at each step.
+        assert pooled["index_idx"].share_equal == 1.0
+        assert pooled["draft_ids"].share_equal == 1.0
+    _assert_kept(judge_end_to_end(recording, pooled), pooled)
+
+
+@pytest.mark.parametrize("name", SETS)
+def test_modules_agree_from_recorded_inputs(name):
+    recording, model = _load(name)
+    pooled = pool(compare_modules(recording, model))
+    assert set(pooled) >= MODULES
+    _assert_kept(judge_modules(recording, pooled), pooled)
+
+
+def test_every_step_compares_choices_and_logits():
+    recording, model = _load("tiny8_f32_noqat")
+    by_step: dict[str, set[str]] = {}
+    for comparison in compare_end_to_end(recording, model):
+        by_step.setdefault(comparison.step, set()).add(comparison.quantity)
+    assert tuple(by_step) == recording.steps
+    for step, quantities in by_step.items():
+        assert quantities >= {"logits", "index_idx", "candidates", "gate_idx", "engram_hash", "h"}, step
+
+
+def test_gates_fail_on_one_wrong_choice_and_on_nan():
+    right = np.ones(1000, bool)
+    wrong = right.copy()
+    wrong[17] = False
+    recording = dataclasses.make_dataclass("R", ["mode", "meta", "config"])("f32_noqat", {"ties": []}, None)
+    for equal, passed in ((right, True), (wrong, False)):
+        (verdict,) = judge_end_to_end(recording, {"gate_idx": Pooled("gate_idx", equal=equal)})
+        assert verdict.passed is passed
+    nan = Pooled("logits", errors=np.array([1e-7, np.nan]))
+    assert not any(v.passed for v in judge_end_to_end(recording, {"logits": nan}))
+
+
+def test_unrolled_layers_give_the_numbers_of_the_scan():
+    recording, scanned = _load("tiny8_f32_noqat")
+    unrolled = load_checkpoint(recording.directory, compute_dtype="float32", fake_quant=False, scan_layers=False)
+    for a, b in zip(_prefill(recording, scanned), _prefill(recording, unrolled), strict=True):
+        np.testing.assert_allclose(a, b, rtol=0, atol=2e-5)
+
+
+def _prefill(recording: Recording, model):
+    from csa2_jax import forward, init_cache
+
+    cache = init_cache(model.config, 2, 64, "f32")
+    out, cache = forward(model, recording.step_tokens("prefill"), cache)
+    return [
+        np.asarray(out.logits),
+        np.asarray(cache.window_LBWH),
+        *(np.asarray(p.kv_GBPH) for p in cache.pools.values()),
+    ]
