@@ -145,7 +145,7 @@ _straight_through.defvjp(lambda x, rounded: (rounded, None), lambda _, g: (g, jn
 def _round_values(x: jax.Array, fmt: Format) -> jax.Array:
     elements, scale = quantise(x, fmt)
     if fmt.power_of_two:
-        values = _times_power_exact(elements, scale[..., None])
+        values = scale_exactly(elements, scale[..., None])
     else:
         values = elements * scale[..., None]
     return values.reshape(x.shape)
@@ -163,13 +163,19 @@ def _divide_by_power(x: jax.Array, exponent: jax.Array) -> jax.Array:
     return jnp.where(tiny, small, times_power_of_two(x, -exponent))
 
 
-def _times_power_exact(q: jax.Array, exponent: jax.Array) -> jax.Array:
-    """q * 2**exponent for grid values q; the one subnormal product there is, 0.5 * 2**-126, is put together from bits."""
-    product = times_power_of_two(q, exponent)
-    bits = lax.bitcast_convert_type(q, jnp.int32)
-    half = (jnp.abs(q) == 0.5) & (exponent == -126)
-    subnormal = lax.bitcast_convert_type((bits & jnp.int32(-(2**31))) | jnp.int32(0x00400000), jnp.float32)
-    return jnp.where(half, subnormal, product)
+def scale_exactly(element: jax.Array, exponent: jax.Array) -> jax.Array:
+    """element * 2**exponent for e4m3 or e2m1 elements and exponents from -127 up, f32 subnormal products included.
+
+    Those are integers times 2**-149 and are put together from bits, because a product would flush to zero.
+    """
+    product = times_power_of_two(element, exponent)
+    magnitude = times_power_of_two(
+        jnp.abs(element), jnp.clip(exponent + 149, 0, 30)
+    )  # exact: no element is below 2**-9
+    tiny = (exponent < -100) & (magnitude < 2.0**23)
+    sign = lax.bitcast_convert_type(element, jnp.int32) & jnp.int32(-(2**31))
+    subnormal = lax.bitcast_convert_type(jnp.where(tiny, magnitude, 0.0).astype(jnp.int32) | sign, jnp.float32)
+    return jnp.where(tiny, subnormal, product)
 
 
 # ---- stored codes ----

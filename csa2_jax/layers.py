@@ -135,7 +135,7 @@ def dequantise(weight: jax.Array, scale: jax.Array | None, dtype: jnp.dtype) -> 
     exponent = jnp.repeat(formats.e8m0_exponent(scale), 32, axis=-1)[..., : elements.shape[-1]]
     if exponent.shape[-2] != elements.shape[-2]:
         exponent = jnp.repeat(exponent, 32, axis=-2)[..., : elements.shape[-2], :]
-    return formats.round_to(formats.times_power_of_two(elements, exponent), dtype)
+    return formats.round_to(formats.scale_exactly(elements, exponent), dtype)
 
 
 class RMSNorm(nnx.Module):

@@ -24,12 +24,13 @@ from tests import random_checkpoint as rc
 from tests.oracle import FAULTS, OracleModel, OracleTrace
 from tests.small_models import relative_error
 
-CAPTURE = ("selections", "candidates", "hidden", "gate_idx", "engram_rows", "main_hidden", "attn_out", "ffn_out")
-CALLS = np.array([[13, 9], [11, 13]])  # real tokens per call and row: 24 and 22 in all
+CAPTURE = ("selections", "candidates", "hidden", "gate_idx", "engram_rows", "main_hidden")
+CALLS = np.array([[13, 9], [11, 13]])  # real tokens per call and row
+TOTALS = (24, 22)
 WIDTH = 13
-TOLERANCE = 2e-5
+TOLERANCE = 5e-5
 FEW = settings(
-    max_examples=9,
+    max_examples=6,
     deadline=None,
     derandomize=True,
     database=None,
@@ -109,9 +110,8 @@ def blocks_of(captured: np.ndarray) -> list[list[int]]:
     return [[int(i) for i in row if i >= 0] for row in captured]
 
 
-def compare_integers(row: int, seen: dict[str, Any], trace: OracleTrace) -> None:
+def compare_integers(seen: dict[str, Any], trace: OracleTrace) -> None:
     """Choices are equal, not close."""
-    del row
     assert set(seen["selections"]) == set(trace.selections)
     for layer, expected in trace.selections.items():
         np.testing.assert_array_equal(seen["selections"][layer], expected, err_msg=f"selection of layer {layer}")
@@ -125,9 +125,8 @@ def compare_integers(row: int, seen: dict[str, Any], trace: OracleTrace) -> None
 
 def compare_floats(row: int, found: Run, trace: OracleTrace, config: ModelConfig, total: int) -> None:
     seen = found.seen[row]
-    for name, expected in (("attn_out", trace.attn_out), ("ffn_out", trace.ffn_out), ("hidden", trace.hidden)):
-        for layer, value in expected.items():
-            assert relative_error(seen[name][layer], value) < TOLERANCE, (name, layer)
+    for layer, expected in trace.hidden.items():
+        assert relative_error(seen["hidden"][layer], expected) < TOLERANCE, layer
     if "main_hidden" in seen:
         assert relative_error(seen["main_hidden"], trace.main_hidden) < TOLERANCE
     assert relative_error(found.logits[row], trace.logits) < TOLERANCE
@@ -152,24 +151,113 @@ def compare_drafts(row: int, found: Run, oracle: OracleModel, trace: OracleTrace
     np.testing.assert_allclose(found.drafts.confidence[row], expected.confidence, rtol=1e-4, atol=1e-4)
 
 
-def check(config: dict[str, Any], seed: int) -> None:
-    tensors = rc.random_tensors(config, seed)
-    tokens = np.random.default_rng(seed).integers(0, config["text_config"]["vocab_size"], (2, 24))
-    oracle = OracleModel(config, tensors)
-    totals = CALLS.sum(axis=0)
-    traces = [oracle.forward(tokens[b, : totals[b]]) for b in range(2)]
-    assume(min(smallest_margin(oracle, trace) for trace in traces) > 2e-6)
-    with tempfile.TemporaryDirectory() as directory:
-        rc.write_checkpoint(directory, config, tensors)
-        found = run(directory, tokens, compute_dtype="float32", fake_quant=False)
-    for row, trace in enumerate(traces):
-        compare_integers(row, found.seen[row], trace)
-        compare_floats(row, found, trace, ModelConfig.from_hf(config), totals[row])
-        if found.drafts is not None:
-            compare_drafts(row, found, oracle, trace, totals[row])
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """A configuration, its weights, two sequences, and what the oracle makes of them in float64."""
+
+    config: dict[str, Any]
+    tensors: dict[str, np.ndarray]
+    tokens: np.ndarray
+    oracle: OracleModel
+    traces: list[OracleTrace]
+
+    @classmethod
+    def of(cls, config: dict[str, Any], seed: int) -> Case:
+        tensors = rc.random_tensors(config, seed)
+        tokens = np.random.default_rng(seed).integers(0, config["text_config"]["vocab_size"], (2, 24))
+        oracle = OracleModel(config, tensors)
+        return cls(config, tensors, tokens, oracle, [oracle.forward(tokens[b, :n]) for b, n in enumerate(TOTALS)])
+
+    def is_clear(self) -> bool:
+        return min(smallest_margin(self.oracle, trace) for trace in self.traces) > 2e-5
+
+    def compare(self) -> Run:
+        """Exact logic: f32 without roundings."""
+        with tempfile.TemporaryDirectory() as directory:
+            rc.write_checkpoint(directory, self.config, self.tensors)
+            found = run(directory, self.tokens, compute_dtype="float32", fake_quant=False)
+        for row, trace in enumerate(self.traces):
+            compare_integers(found.seen[row], trace)
+            compare_floats(row, found, trace, ModelConfig.from_hf(self.config), TOTALS[row])
+            if found.drafts is not None:
+                compare_drafts(row, found, self.oracle, trace, TOTALS[row])
+        return found
 
 
 @FEW
 @given(config=rc.configs(), seed=st.integers(0, 999))
 def test_model_equals_the_oracle_on_random_configurations(config: dict[str, Any], seed: int) -> None:
-    check(config, seed)
+    case = Case.of(config, seed)
+    assume(case.is_clear())
+    case.compare()
+
+
+# What the random draws may miss. Both: several heads per output group, two encoder groups.
+PINNED: dict[str, dict[str, Any]] = {
+    "everything": {
+        "swa_layers": 1, "encoder_ratios": (4, 3), "encoder_extra": "U", "decoder_extra": "IU", "index_topk": 3,
+        "candidates": True, "candidate_block_size": 2, "candidate_spare_blocks": 0, "engram_layers": (1, 6),
+        "draft_stages": 2, "num_attention_heads": 4, "o_groups": 2, "sliding_window": 4, "yarn": 32,
+    },
+    "all entries fit": {
+        "swa_layers": 2, "encoder_ratios": (2, 2), "encoder_extra": "I", "encoder_reindex": True, "decoder_extra": "U",
+        "index_topk": 64, "candidates": False, "engram_layers": (), "draft_stages": 0, "num_attention_heads": 4,
+        "o_groups": 1, "sliding_window": 3, "yarn": 0,
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", PINNED)
+def test_model_equals_the_oracle_on_pinned_configurations(name: str) -> None:
+    case = Case.of(rc.random_config(1, **PINNED[name]), seed=2)
+    assert case.is_clear()
+    found = case.compare()
+    if name != "everything":
+        return
+    # The comparison can fail: an oracle with any single fault is far away.
+    for fault in FAULTS:
+        wrong = OracleModel(case.config, case.tensors, fault=fault).forward(case.tokens[0, : TOTALS[0]])
+        assert relative_error(found.logits[0], wrong.logits) > 1e-2, fault
+
+
+SMALLEST: dict[str, Any] = {
+    "swa_layers": 1, "encoder_ratios": (2,), "encoder_extra": "", "decoder_extra": "I", "index_topk": 3,
+    "candidates": True, "candidate_block_size": 2, "candidate_spare_blocks": 0, "engram_layers": (1,),
+    "draft_stages": 0, "hidden_size": 32, "moe_intermediate_size": 32, "num_attention_heads": 2, "o_groups": 1,
+    "n_routed_experts": 4, "num_experts_per_tok": 2, "sliding_window": 4, "hc_mult": 4,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_quantised_model_equals_the_oracle_but_for_flipped_roundings(dtype: Any) -> None:
+    """fp8 and fp4 storage with every rounding on. A number that rounds the other way moves all that follows it, so what
+    is compared is a distribution over tokens: most are equal to the last places, whatever is systematic moves all."""
+    config = rc.config_for_storage(rc.random_config(3, quantisable=True, **SMALLEST), "fp8")
+    tensors = rc.random_tensors(config, 4, "fp8", residual_scale=0.1)
+    tokens = np.random.default_rng(5).integers(0, config["text_config"]["vocab_size"], (2, 24))
+    real = np.float32 if dtype == "float32" else ml_dtypes.bfloat16
+    oracle = OracleModel(config, tensors, fake_quant=True, dtype=real)
+    traces = [oracle.forward(tokens[b, :n]) for b, n in enumerate(TOTALS)]
+    with tempfile.TemporaryDirectory() as directory:
+        rc.write_checkpoint(directory, config, tensors)
+        found = run(directory, tokens, compute_dtype=dtype, fake_quant=True)
+    for layer in range(len(oracle.shape.layers)):
+        errors = np.concatenate([row_errors(found.seen[b]["hidden"][layer], traces[b].hidden[layer]) for b in range(2)])
+        assert np.median(errors) < 1e-6, layer
+        if layer < 2:  # flips have hardly begun
+            assert np.quantile(errors, 0.9) < (1e-6 if dtype == "float32" else 2e-3), layer
+    for b, trace in enumerate(traces):
+        for layer, expected in trace.selections.items():
+            assert (found.seen[b]["selections"][layer] == expected).mean() > 0.9
+        for layer, expected in trace.gate_idx.items():
+            assert (found.seen[b]["gate_idx"][layer] == expected).mean() > 0.9
+    logits = np.concatenate([row_errors(found.logits[b], traces[b].logits) for b in range(2)])
+    assert np.median(logits) < 1e-6
+    # Roundings matter here: the same weights without them are far away, for every token.
+    plain = OracleModel(config, tensors, dtype=real).forward(tokens[0]).logits
+    assert np.min(row_errors(found.logits[0], plain)) > 1e-3
+
+
+def row_errors(found: np.ndarray, expected: np.ndarray) -> np.ndarray:
+    """One relative error per token."""
+    return np.array([relative_error(f.ravel(), e.ravel()) for f, e in zip(found, expected, strict=True)])

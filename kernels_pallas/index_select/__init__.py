@@ -54,7 +54,8 @@ def index_select(
         raise ValueError(f"{block_size=} must be at least 1 when candidates are made or obeyed")
     if make_candidates and candidates_BTC is not None:
         raise ValueError("one call either makes candidates or obeys them")
-    q_BTIJ, w_BTI, keys_GBPJ = (jax.lax.stop_gradient(a) for a in (q_BTIJ, w_BTI, keys_GBPJ))
+    q_BTIJ, w_BTI, keys_GBPJ = (jax.lax.stop_gradient(jnp.asarray(a)) for a in (q_BTIJ, w_BTI, keys_GBPJ))
+    visible_BT = jnp.asarray(visible_BT)
     return dispatch.run(
         "index_select",
         implementation,
@@ -76,6 +77,7 @@ def index_scores(
 ) -> jax.Array:
     """All scores f32 [B, T, P], -inf where not visible. Quadratic: for looking inside and for the index loss on short spans."""
     _check(q_BTIJ, w_BTI, keys_GBPJ, visible_BT)
+    q_BTIJ, w_BTI, keys_GBPJ, visible_BT = (jnp.asarray(a) for a in (q_BTIJ, w_BTI, keys_GBPJ, visible_BT))
     return xla.index_scores(q_BTIJ, w_BTI, keys_GBPJ, group, visible_BT)
 
 

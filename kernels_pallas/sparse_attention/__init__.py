@@ -60,6 +60,9 @@ def sparse_attention(
             pool_GBPH = selection_BTK = None  # an empty pool has nothing to select
     if q_BTNH.dtype not in (jnp.float32, jnp.bfloat16):
         raise ValueError(f"{q_BTNH.dtype=} must be float32 or bfloat16")
+    q_BTNH, window_BSH, first_BT, sink_N = (jnp.asarray(a) for a in (q_BTNH, window_BSH, first_BT, sink_N))
+    if pool_GBPH is not None:
+        pool_GBPH, selection_BTK = jnp.asarray(pool_GBPH), jnp.asarray(selection_BTK)
     return dispatch.run(
         "sparse_attention",
         implementation,

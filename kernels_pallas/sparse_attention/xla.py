@@ -34,14 +34,14 @@ def sparse_attention(
     batch, tokens, _, width = q_BTNH.shape
     rows = window_BSH.shape[1]
     if causal:
-        last_BT = jnp.broadcast_to(rows - tokens + jnp.arange(tokens, dtype=jnp.int32), first_BT.shape)
+        end_BT = jnp.broadcast_to(rows - tokens + 1 + jnp.arange(tokens, dtype=jnp.int32), first_BT.shape)
     else:
-        last_BT = jnp.full(first_BT.shape, rows - 1, jnp.int32)
+        end_BT = jnp.full(first_BT.shape, rows, jnp.int32)
     size = max(window, 64) if causal else tokens
     if selection_BTK is not None:
         size = min(size, max(1, _GATHER_ELEMENTS // (batch * selection_BTK.shape[2] * width)))
     block = functools.partial(_attend, window_BSH, sink_N, pool_GBPH, group, scale, window if causal else rows)
-    arrays = (q_BTNH, first_BT, last_BT) + (() if selection_BTK is None else (selection_BTK,))
+    arrays = (q_BTNH, first_BT, end_BT) + (() if selection_BTK is None else (selection_BTK,))
     o_BTNH, lse_BTN = map_query_blocks(block, size, *arrays)
     return o_BTNH, lse_BTN
 
@@ -55,17 +55,18 @@ def _attend(
     window: int,
     q_BTNH: jax.Array,
     first_BT: jax.Array,
-    last_BT: jax.Array,
+    end_BT: jax.Array,
     selection_BTK: jax.Array | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     batch, tokens = first_BT.shape
     rows, reach = window_BSH.shape[1], window + tokens - 1
     start: jax.Array | int = 0
     if reach < rows:  # the rows a causal block can see lie together and end with its last query's own
-        start = jnp.clip(last_BT[0, 0] - window + 1, 0, rows - reach)
+        start = jnp.clip(end_BT[0, 0] - window, 0, rows - reach)
         window_BSH = lax.dynamic_slice_in_dim(window_BSH, start, reach, axis=1)
     row = start + jnp.arange(window_BSH.shape[1])
-    seen_BTS = (row >= first_BT[:, :, None]) & (row <= last_BT[:, :, None])
+    # A block's padding queries have end 0: they read nothing.
+    seen_BTS = (row >= first_BT[:, :, None]) & (row < end_BT[:, :, None])
     # Rows nobody reads may hold anything, NaN included, which would leak through 0 * NaN.
     keys_BSH = jnp.where(jnp.any(seen_BTS, axis=1)[..., None], window_BSH.astype(q_BTNH.dtype), 0)
     scores = [_masked(_dot("btnh,bsh->btns", q_BTNH, keys_BSH) * scale, seen_BTS[:, :, None, :])]
