@@ -7,6 +7,7 @@ Weights keep the checkpoint's orientation [out, in]. Parameters of many layers a
 from __future__ import annotations
 
 import dataclasses
+import functools
 from typing import TypeVar
 
 import jax
@@ -91,9 +92,15 @@ def linear(x: jax.Array, weight: jax.Array, scale: jax.Array | None, numerics: N
 
     A quantised weight is multiplied as the released GEMM does: x rounded to fp8 in groups of 32 along K (when roundings are
     on), a dot product per 32-wide block of K, times (activation scale * weight scale), blocks added in f32 in ascending order.
+    Its gradient with respect to x is that of the dequantised weight (straight through the rounding); codes have none.
     """
     if scale is None:
         return einsum("...k,nk->...n", x, weight.astype(x.dtype))
+    return _quantised_product(numerics.fake_quant, x, weight, scale)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _quantised_product(round_operand: bool, x: jax.Array, weight: jax.Array, scale: jax.Array) -> jax.Array:
     elements = formats.unpack_e2m1(weight) if weight.dtype == jnp.uint8 else weight.astype(jnp.float32)
     out, width = elements.shape
     blocks = -(-width // 32)
@@ -103,10 +110,10 @@ def linear(x: jax.Array, weight: jax.Array, scale: jax.Array | None, numerics: N
     pad = blocks * 32 - width
     x = jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, pad)])
     # e4m3 and e2m1 elements are exact in bf16, whose products accelerators add in f32 at full speed.
-    elements = jnp.pad(elements, ((0, 0), (0, pad))).astype(jnp.bfloat16 if numerics.fake_quant else x.dtype)
+    elements = jnp.pad(elements, ((0, 0), (0, pad))).astype(jnp.bfloat16 if round_operand else x.dtype)
     elements_NBk = elements.reshape(out, blocks, 32)
-    if numerics.fake_quant:
-        rows, exponent = formats.quantise(lax.stop_gradient(x), formats.OPERAND)
+    if round_operand:
+        rows, exponent = formats.quantise(x, formats.OPERAND)
         rows = rows.astype(jnp.bfloat16)
     else:
         rows, exponent = x.reshape(*x.shape[:-1], blocks, 32), None
@@ -125,6 +132,20 @@ def linear(x: jax.Array, weight: jax.Array, scale: jax.Array | None, numerics: N
             total = add_block(block, total)
         return total
     return lax.fori_loop(0, blocks, add_block, total)
+
+
+def _quantised_product_fwd(round_operand: bool, x: jax.Array, weight: jax.Array, scale: jax.Array) -> tuple:
+    # An empty array carries x's dtype to the backward pass.
+    return _quantised_product(round_operand, x, weight, scale), (weight, scale, jnp.zeros(0, x.dtype))
+
+
+def _quantised_product_bwd(round_operand: bool, residuals: tuple, g: jax.Array) -> tuple:
+    weight, scale, like = residuals
+    plain = dequantise(weight, scale, jnp.dtype(jnp.float32))
+    return einsum("...n,nk->...k", g, plain).astype(like.dtype), None, None
+
+
+_quantised_product.defvjp(_quantised_product_fwd, _quantised_product_bwd)
 
 
 def dequantise(weight: jax.Array, scale: jax.Array | None, dtype: jnp.dtype) -> jax.Array:

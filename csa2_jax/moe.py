@@ -17,6 +17,8 @@ from csa2_jax.config import ModelConfig
 from csa2_jax.layers import ExpertParam, Linear, ParamFactory, linear
 from csa2_jax.numerics import Numerics, einsum
 
+_GATHER_ELEMENTS = 1 << 24  # expert weights gathered at once for a few tokens; beyond, one expert at a time
+
 
 class Gate(nnx.Module):
     """Router: f32 weight [X, D], selection bias [X], and with an image tower bias_vl [X]."""
@@ -118,7 +120,7 @@ class MoE(nnx.Module):
             u = numerics.cast(linear(x_nD, *w3, numerics))
             return numerics.cast(linear(swiglu(g, u, w_n, config.swiglu_limit, numerics), *w2, numerics))
 
-        if pairs <= self.num_experts:
+        if pairs <= self.num_experts and pairs * self.experts.w1.weight.shape[-2] * x_ND.shape[1] <= _GATHER_ELEMENTS:
             one = lambda x, w, e: expert(x[None], w[None], e)[0]  # noqa: E731
             per_token = jax.vmap(one, in_axes=(None, 0, 0))
             return jax.vmap(per_token)(x_ND, weight_NK, index_NK)
@@ -160,10 +162,10 @@ def _sort_by_expert(expert_P: jax.Array, experts: int, size: int) -> tuple[jax.A
     """Lay (token, expert) pairs out by expert, each expert's rows padded to whole blocks of `size`.
 
     Returns (row of each pair, pair of each row (padding repeats pair 0), expert of each block, `experts` for unused blocks). The
-    number of blocks is a static bound: every expert may leave one block partly filled.
+    number of blocks is a static bound: every expert may leave one block partly filled, and no block is empty.
     """
     pairs = expert_P.shape[0]
-    blocks = -(-pairs // size) + experts
+    blocks = min(-(-pairs // size) + experts, pairs)
     count = jnp.zeros(experts, jnp.int32).at[expert_P].add(1)
     blocks_of = -(-count // size)
     first_block = jnp.cumsum(blocks_of) - blocks_of

@@ -1,0 +1,393 @@
+"""One forward for every call shape: however a sequence is cut into calls, padded and batched, the result is the same.
+
+Everything is f32 without roundings, so that only the order of sums may differ. Two models: the recorded one (ratio 2 and
+1) and a random one (ratios 3, 4 and 1); `small_models` says which shapes they are called in.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import strategies as st
+
+from csa2_jax import Cache, forward, init_cache
+from csa2_jax import model as model_module
+from csa2_jax.state import pool_name
+from tests.small_models import BATCH, SMALL, Small, meaningful, poisoned, relative_error
+
+TOLERANCE = 1e-4
+FEW = settings(
+    max_examples=8,
+    deadline=None,
+    derandomize=True,
+    database=None,
+    phases=(Phase.explicit, Phase.generate),
+    suppress_health_check=list(HealthCheck),
+)
+both = pytest.mark.parametrize("name", SMALL)
+
+
+@functools.cache
+def whole(name: str) -> np.ndarray:
+    """Logits [B, total, V] of the forward without a cache: what every other way must give."""
+    small = SMALL[name]()
+    return np.asarray(small.whole(small.tokens()).logits)
+
+
+@functools.cache
+def one_shot(name: str) -> dict[str, list[np.ndarray]]:
+    """What one call over the whole sequence leaves in the cache."""
+    small = SMALL[name]()
+    logits, cache = small.append(small.cache(), small.tokens())
+    assert relative_error(logits, whole(name)) < TOLERANCE
+    return meaningful(small.config, cache)
+
+
+def assert_same(found: dict[str, list[np.ndarray]], expected: dict[str, list[np.ndarray]], tolerance: float) -> None:
+    assert found.keys() == expected.keys()
+    for key, rows in expected.items():
+        for b, row in enumerate(rows):
+            np.testing.assert_allclose(found[key][b], row, rtol=tolerance, atol=tolerance, err_msg=f"{key} of row {b}")
+
+
+@dataclasses.dataclass
+class Feed:
+    """A cache being filled with the standard tokens, each row at its own place; checks every logit on the way."""
+
+    small: Small
+    cache: Cache
+    done: np.ndarray
+    rows: np.ndarray
+
+    @classmethod
+    def of(cls, small: Small, rows: Any = None) -> Feed:
+        rows = np.arange(BATCH) if rows is None else np.asarray(rows)
+        return cls(small, small.cache(len(rows)), np.zeros(len(rows), int), rows)
+
+    def call(self, counts: Any, width: int | None = None) -> np.ndarray:
+        """Append `counts[b]` further tokens of every row in one call; the logits as they come."""
+        counts = np.minimum(counts, self.small.total - self.done)
+        tokens, expected = self.small.tokens()[self.rows], whole(self.small.name)[self.rows]
+        chunk = np.zeros((len(self.rows), max(int(counts.max()), width or 1)), int)
+        for b, n in enumerate(counts):
+            chunk[b, :n] = tokens[b, self.done[b] : self.done[b] + n]
+        logits, self.cache = self.small.append(self.cache, chunk, counts)
+        for b, n in enumerate(counts):
+            real = logits[b, :n] if logits.ndim == 3 else logits[b : b + 1][:n]
+            assert relative_error(real, expected[b, self.done[b] : self.done[b] + n]) < TOLERANCE
+        self.done = self.done + counts
+        return logits
+
+    def check_cache(self) -> None:
+        """The sequence is complete: the cache is that of one call."""
+        assert (self.done == self.small.total).all()
+        expected = {key: [rows[b] for b in self.rows] for key, rows in one_shot(self.small.name).items()}
+        assert_same(meaningful(self.small.config, self.cache), expected, TOLERANCE)
+
+
+# --- prompts around the borders of groups ---------------------------------------------------------------------------
+
+
+def border_lengths(small: Small) -> list[int]:
+    ratios = small.config.plan.ratios
+    return sorted({n for m in ratios for n in (1, m - 1, m, m + 1, 2 * m - 1, 2 * m, 2 * m + 1)} - {0})
+
+
+@both
+def test_prompts_around_group_borders_equal_the_full_forward(name: str) -> None:
+    """And a pool holds floor(p / m) entries: none while p < m, none before their group is complete."""
+    small = SMALL[name]()
+    lengths = border_lengths(small)
+    for start in range(0, len(lengths), BATCH):
+        counts = np.array((lengths[start : start + BATCH] + [0] * BATCH)[:BATCH])
+        feed = Feed.of(small)
+        feed.call(counts, width=2)
+        for m in small.config.plan.ratios:
+            pool = feed.cache.pools[pool_name(m)]
+            for array in (pool.kv_GBPH, pool.key_GBPJ):
+                written = np.abs(np.asarray(array)).max(axis=-1) > 0  # [G, B, P]
+                expected = np.arange(written.shape[2]) < (counts // m)[:, None]
+                np.testing.assert_array_equal(written, np.broadcast_to(expected, written.shape))
+
+
+@both
+def test_first_token_runs_the_program_of_all_later_steps(name: str) -> None:
+    """An empty pool is nothing special: finite, the same structure, shapes and compiled program."""
+    small = SMALL[name]()
+    feed = Feed.of(small)
+    start = jax.tree.map(lambda a: (a.shape, a.dtype, a.weak_type), feed.cache)
+    assert np.isfinite(feed.call(np.ones(BATCH, int))).all()
+    programs = model_module._jit_forward._cache_size()
+    for _ in range(6):
+        assert np.isfinite(feed.call(np.ones(BATCH, int))).all()
+        assert jax.tree.map(lambda a: (a.shape, a.dtype, a.weak_type), feed.cache) == start
+    assert model_module._jit_forward._cache_size() == programs
+
+
+@both
+def test_greedy_with_cache_equals_recomputing_everything(name: str) -> None:
+    """3 W tokens from prompts of every length modulo 8, 4, 3 and 2."""
+    small = SMALL[name]()
+    lengths, tokens = np.arange(1, BATCH + 1), small.tokens(seed=1)
+    logits, cache = small.append(small.cache(), tokens[:, :BATCH], lengths)
+    logits = logits[np.arange(BATCH), lengths - 1]
+    for _ in range(3 * small.window):
+        tokens[np.arange(BATCH), lengths] = logits.argmax(axis=-1)
+        lengths = lengths + 1
+        logits, cache = small.append(cache, tokens[np.arange(BATCH), lengths - 1][:, None])
+        again = np.asarray(small.whole(tokens, lengths).logits)[np.arange(BATCH), lengths - 1]
+        assert relative_error(logits, again) < TOLERANCE
+        np.testing.assert_array_equal(logits.argmax(axis=-1), again.argmax(axis=-1))
+    np.testing.assert_array_equal(cache.length_B, lengths)
+
+
+# --- what a query may see -------------------------------------------------------------------------------------------
+
+
+@both
+def test_entry_is_visible_from_the_token_that_completes_it(name: str) -> None:
+    """(j + 1) m <= p + 1, in the raw scores and in what is selected."""
+    small = SMALL[name]()
+    out = small.whole(small.tokens())
+    position = np.arange(small.total)[:, None]
+    for layer, scores in out.captured["index_scores"].items():
+        m = small.config.plan.layers[layer].ratio
+        scores = np.asarray(scores)
+        entry = np.arange(scores.shape[-1])
+        visible = (entry + 1) * m <= position + 1
+        np.testing.assert_array_equal(np.isfinite(scores), np.broadcast_to(visible, scores.shape))
+        selection = np.asarray(out.selections[layer])
+        assert ((selection + 1) * m <= position + 1).all()
+        expected = np.minimum(small.config.index_topk, (position[:, 0] + 1) // m)
+        np.testing.assert_array_equal((selection >= 0).sum(axis=-1), np.broadcast_to(expected, selection.shape[:2]))
+
+
+@both
+def test_later_tokens_and_other_rows_change_nothing(name: str) -> None:
+    """Row b is changed behind position t_b, row 0 not at all."""
+    small = SMALL[name]()
+    tokens, rng = small.tokens(), np.random.default_rng(2)
+    last = np.linspace(small.total - 1, 0, BATCH).astype(int)
+    for b, t in enumerate(last):
+        tokens[b, t + 1 :] = rng.integers(0, small.config.vocab_size, small.total - t - 1)
+    changed = np.asarray(small.whole(tokens).logits)
+    for b, t in enumerate(last):
+        np.testing.assert_allclose(changed[b, : t + 1], whole(name)[b, : t + 1], rtol=1e-5, atol=1e-5)
+        if t < small.total - 1:
+            assert np.abs(changed[b, t + 1 :] - whole(name)[b, t + 1 :]).max() > 0.1
+
+
+# --- any cutting into calls -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.smoke
+@both
+def test_whole_sequence_in_one_call_equals_the_forward_without_cache(name: str) -> None:
+    assert len(one_shot(name)["length"]) == BATCH
+
+
+def chunk_sizes(small: Small) -> list[int]:
+    w = small.window
+    return sorted({1, w - 1, w, w + 1, 2 * w + 1} | {m - 1 for m in small.config.plan.ratios if m > 1})
+
+
+@both
+def test_prefill_in_equal_chunks_equals_one_shot(name: str) -> None:
+    """{1, m - 1, W - 1, W, W + 1, 2 W + 1} tokens a call and an uneven rest: a long chunk must not overwrite window rows
+    that it still reads, a short one must carry the open group."""
+    small = SMALL[name]()
+    assert any(small.total % size for size in chunk_sizes(small))
+    for size in chunk_sizes(small):
+        feed = Feed.of(small)
+        while (feed.done < small.total).any():
+            feed.call(np.full(BATCH, size), width=1 if size == 1 else 2)
+        feed.check_cache()
+
+
+@both
+def test_ragged_calls_equal_one_shot(name: str) -> None:
+    """Any number of tokens per row and call, none included, while other rows run ahead."""
+    small = SMALL[name]()
+
+    @FEW
+    @given(st.data())
+    def ragged(data: st.DataObject) -> None:
+        feed = Feed.of(small)
+        for _ in range(4):
+            width = data.draw(st.sampled_from(small.widths[:-1]), label="width")
+            counts = data.draw(st.lists(st.integers(0, width), min_size=BATCH, max_size=BATCH), label="counts")
+            feed.call(np.array(counts), width=width)
+        while (feed.done < small.total).any():
+            feed.call(np.full(BATCH, small.widths[-2]), width=2)
+        feed.check_cache()
+
+    ragged()
+
+
+def test_rows_one_at_a_time_equal_rows_together() -> None:
+    small = SMALL["tiny8"]()
+    for row in (0, BATCH - 1):
+        feed = Feed.of(small, rows=[row])
+        for count in (17, 5, 17, 9):
+            feed.call([count], width=17)
+        feed.check_cache()
+
+
+@both
+def test_call_without_tokens_changes_nothing(name: str) -> None:
+    """A row that sits a call out keeps its state, and so does every row if all do."""
+    small = SMALL[name]()
+    feed = Feed.of(small)
+    feed.call(np.arange(BATCH), width=2)
+    before = meaningful(small.config, feed.cache)
+    feed.call(np.zeros(BATCH, int), width=2)
+    assert_same(meaningful(small.config, feed.cache), before, 0)
+
+
+# --- what lies where nobody may look ----------------------------------------------------------------------------------
+
+
+@both
+def test_garbage_in_the_padding_reaches_nothing(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The door blanks padded tokens; here they are let through to the device, where they must not matter either."""
+    small = SMALL[name]()
+    feed, rng = Feed.of(small), np.random.default_rng(3)
+    checked = model_module.check_call
+
+    def with_garbage(config: Any, tokens: Any, *rest: Any) -> Any:
+        clean, lengths, names = checked(config, tokens, *rest)
+        garbage = rng.integers(0, config.vocab_size, clean.shape)
+        return np.where(np.arange(clean.shape[1]) < lengths[:, None], clean, garbage).astype(np.int32), lengths, names
+
+    monkeypatch.setattr(model_module, "check_call", with_garbage)
+    counts = rng.integers(0, small.widths[-2] + 1, (4, BATCH))
+    counts[1, :3] = 0, 1, 2
+    for row in counts:
+        feed.call(row, width=2)
+    while (feed.done < small.total).any():
+        feed.call(rng.integers(1, small.widths[-2], BATCH), width=2)
+    feed.check_cache()
+
+
+@both
+def test_nan_in_unused_rows_of_the_cache_reaches_nothing(name: str) -> None:
+    """Pool entries not written yet, window slots of short sequences, the free part of the open group."""
+    small = SMALL[name]()
+    feeds = [Feed.of(small), Feed.of(small)]
+    for feed in feeds:
+        feed.call(np.array([0, 1, 2, 3, 4, 5, 7, 8]), width=2)
+    feeds[1].cache = poisoned(small.config, feeds[1].cache)
+    assert np.isnan(np.asarray(feeds[1].cache.window_LBWH)).any()
+    assert all(np.isnan(np.asarray(pool.kv_GBPH)).any() for pool in feeds[1].cache.pools.values())
+    for counts in (np.ones(BATCH, int), np.array([0, 1, 2, 3, 4, 9, 10, 11]), np.ones(BATCH, int)):
+        clean, poison = (feed.call(counts, width=1 if counts.max() == 1 else 2) for feed in feeds)
+        for b, n in enumerate(counts):
+            np.testing.assert_array_equal(poison[b, :n], clean[b, :n])
+    clean, poison = (meaningful(small.config, feed.cache) for feed in feeds)
+    assert_same(poison, clean, 0)
+
+
+# --- decoding -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["tiny8"])
+@pytest.mark.filterwarnings("error")
+def test_decoding_reuses_the_memory_of_the_cache(name: str) -> None:
+    """32 steps with warnings as errors; every array of the cache stays at its address, so donation really happens."""
+    small = SMALL[name]()
+    feed = Feed.of(small)
+    feed.call(np.full(BATCH, 3), width=2)
+
+    def addresses() -> list[int]:
+        return [leaf.unsafe_buffer_pointer() for leaf in jax.tree.leaves(feed.cache) if leaf.nbytes > 1000]
+
+    feed.call(np.ones(BATCH, int))
+    start = addresses()
+    assert len(start) >= 6
+    for _ in range(32):
+        consumed = feed.cache
+        feed.call(np.ones(BATCH, int))
+        assert all(leaf.is_deleted() for leaf in jax.tree.leaves(consumed))
+        assert sorted(addresses()) == sorted(start)
+
+
+def test_last_logits_are_the_last_of_all_logits() -> None:
+    """all_logits=False with ragged rows, where each row's last real token is somewhere else."""
+    small = SMALL["tiny8"]()
+    lengths = np.array([8, 1, 2, 3, 7, 6, 5, 4])
+    out, _ = forward(small.bound, small.tokens()[:, :8], small.cache(), lengths, all_logits=False)
+    assert out.logits.shape == (BATCH, small.config.vocab_size)
+    assert relative_error(out.logits, whole("tiny8")[np.arange(BATCH), lengths - 1]) < TOLERANCE
+
+
+# --- refusals -----------------------------------------------------------------------------------------------------
+
+
+def test_positions_follow_from_the_cache_and_cannot_be_given() -> None:
+    small = SMALL["tiny8"]()
+    for name in ("positions", "position_ids", "start_pos"):
+        with pytest.raises(TypeError, match=name):
+            forward(small.bound, small.tokens()[:, :1], small.cache(), **{name: np.ones((BATCH, 1), int)})
+
+
+@pytest.mark.smoke
+def test_forward_refuses_nonsense_and_names_it() -> None:
+    small = SMALL["tiny8"]()
+    vocab, tokens = small.config.vocab_size, small.tokens()[:, :2].copy()
+    for bad in (-1, vocab, vocab + 1000):
+        wrong = tokens.copy()
+        wrong[3, 1] = bad
+        with pytest.raises(ValueError, match=rf"token id {bad} at row 3, position 1.*0\.\.{vocab - 1}"):
+            forward(small.bound, wrong, small.cache())
+        with pytest.raises(ValueError, match=f"token id {bad}"):
+            forward(small.bound, wrong)
+    with pytest.raises(ValueError, match=r"holds 3 rows, the tokens have 8"):
+        forward(small.bound, tokens, init_cache(small.config, 3, 8, "f32"))
+    for shape in ((0, 4), (4, 0), (4,)):
+        with pytest.raises(ValueError, match="at least one row and one token"):
+            forward(small.bound, np.zeros(shape, int))
+    with pytest.raises(ValueError, match="must be integers"):
+        forward(small.bound, tokens.astype(np.float32))
+    for lengths in ([3] * BATCH, [-1] * BATCH):
+        with pytest.raises(ValueError, match=r"must lie in 0\.\.2"):
+            forward(small.bound, tokens, small.cache(), lengths)
+    for lengths in ([1], np.ones((BATCH, 1), int), np.ones(BATCH)):
+        with pytest.raises(ValueError, match=r"lengths_B must be 8 integers"):
+            forward(small.bound, tokens, small.cache(), lengths)
+    with pytest.raises(ValueError, match=r"capture=\['attn_map'\]"):
+        forward(small.bound, tokens, capture=("attn_map",))
+    with pytest.raises(ValueError, match="capture="):
+        _ = small.whole(small.tokens()).hidden  # not asked for
+
+
+def test_forward_accepts_any_id_in_the_padding() -> None:
+    """Padding is not read, so its ids need not be in the vocabulary."""
+    small = SMALL["tiny8"]()
+    tokens = small.tokens()[:, :8].copy()
+    tokens[:, 5:] = -1
+    out, _ = forward(small.bound, tokens, small.cache(), np.full(BATCH, 5), all_logits=False)
+    assert relative_error(out.logits, whole("tiny8")[:, 4]) < TOLERANCE
+
+
+def test_cache_that_is_too_short_or_used_up_is_refused() -> None:
+    small = SMALL["tiny8"]()
+    feed = Feed.of(small)
+    consumed = feed.cache
+    feed.call(np.ones(BATCH, int))
+    with pytest.raises(ValueError, match="consumed by an earlier call"):
+        forward(small.bound, small.tokens()[:, :1], consumed)
+    short = init_cache(small.config, BATCH, 5, "f32", draft=True)
+    with pytest.raises(ValueError, match=r"row 2 holds 0 tokens and would get 6 more: 6 exceeds max_length=5"):
+        forward(small.bound, small.tokens()[:, :8], short, [1, 1, 6, 1, 1, 1, 1, 1])
+    while (feed.done < small.total).any():
+        feed.call(np.full(BATCH, 17), width=17)
+    with pytest.raises(ValueError, match=rf"holds {small.total} tokens and would get 1 more"):
+        forward(small.bound, small.tokens()[:, :1], feed.cache)
+    with pytest.raises(ValueError, match="max_position_embeddings=96"):
+        init_cache(small.config, 1, 97)
