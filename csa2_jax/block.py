@@ -52,16 +52,13 @@ class Block(nnx.Module):
             y_BTD, kv_BTH, made, seen = self.attn(h_BTD, history_BWH, role, shared, step, config, numerics, capture)
             return y_BTD, (kv_BTH, made, seen)
 
-        x_BTSD, pre_BTS, (kv_BTH, shared, seen) = self.attention_part(x_BTSD, pre_BTS, attend, config, numerics)
-        x_BTSD, pre_BTS, ffn_seen = self.feed_forward_part(x_BTSD, pre_BTS, layer, step.image_BT, config, numerics)
-        seen |= {
-            name: value
-            for name, value in (ffn_seen | {"hidden": x_BTSD, "pre_mix": pre_BTS}).items()
-            if name in capture
-        }
+        x_BTSD, pre_BTS, (kv_BTH, shared, seen) = self.around_attention(x_BTSD, pre_BTS, attend, config, numerics)
+        x_BTSD, pre_BTS, made = self.feed_forward(x_BTSD, pre_BTS, layer, step.image_BT, config, numerics)
+        made |= {"hidden": x_BTSD, "pre_mix": pre_BTS}
+        seen |= {name: value for name, value in made.items() if name in capture}
         return x_BTSD, pre_BTS, kv_BTH, shared, seen
 
-    def attention_part(
+    def around_attention(
         self,
         x_BTSD: jax.Array,
         pre_BTS: jax.Array,
@@ -69,13 +66,21 @@ class Block(nnx.Module):
         config: ModelConfig,
         numerics: Numerics,
     ) -> tuple[jax.Array, jax.Array, R]:
-        """The attention sub-layer around `attend`, which maps its normalised input to (output, anything else)."""
-        pre_next, post, comb = self.hc_attn(x_BTSD, config)
-        h_BTD = self.attn_norm(collapse(x_BTSD, pre_BTS, numerics), config.rms_norm_eps, numerics)
-        y_BTD, rest = attend(h_BTD)
-        return update(x_BTSD, y_BTD, post, comb, numerics), pre_next, rest
+        """The attention's hyper-connection around `attend`, which maps its normalised input to (output, anything else)."""
+        return _around(self.hc_attn, self.attn_norm, x_BTSD, pre_BTS, attend, config, numerics)
 
-    def feed_forward_part(
+    def around_feed_forward(
+        self,
+        x_BTSD: jax.Array,
+        pre_BTS: jax.Array,
+        feed: Callable[[jax.Array], tuple[jax.Array, R]],
+        config: ModelConfig,
+        numerics: Numerics,
+    ) -> tuple[jax.Array, jax.Array, R]:
+        """The same around the feed-forward."""
+        return _around(self.hc_ffn, self.ffn_norm, x_BTSD, pre_BTS, feed, config, numerics)
+
+    def feed_forward(
         self,
         x_BTSD: jax.Array,
         pre_BTS: jax.Array,
@@ -84,9 +89,26 @@ class Block(nnx.Module):
         config: ModelConfig,
         numerics: Numerics,
     ) -> tuple[jax.Array, jax.Array, dict[str, jax.Array]]:
-        """The feed-forward sub-layer."""
-        pre_next, post, comb = self.hc_ffn(x_BTSD, config)
-        h_BTD = self.ffn_norm(collapse(x_BTSD, pre_BTS, numerics), config.rms_norm_eps, numerics)
-        y_BTD, gate_idx, gate_w = self.ffn(h_BTD, layer, image_BT, config, numerics)
-        seen = {"ffn_in": h_BTD, "ffn_out": y_BTD, "gate_idx": gate_idx, "gate_w": gate_w}
-        return update(x_BTSD, y_BTD, post, comb, numerics), pre_next, seen
+        """The feed-forward sub-layer: (streams, pre for the next layer, what can be captured)."""
+
+        def feed(h_BTD: jax.Array) -> tuple[jax.Array, dict[str, jax.Array]]:
+            y_BTD, gate_idx, gate_w = self.ffn(h_BTD, layer, image_BT, config, numerics)
+            return y_BTD, {"ffn_in": h_BTD, "ffn_out": y_BTD, "gate_idx": gate_idx, "gate_w": gate_w}
+
+        return self.around_feed_forward(x_BTSD, pre_BTS, feed, config, numerics)
+
+
+def _around(
+    hyper: HyperConnection,
+    norm: RMSNorm,
+    x_BTSD: jax.Array,
+    pre_BTS: jax.Array,
+    sublayer: Callable[[jax.Array], tuple[jax.Array, R]],
+    config: ModelConfig,
+    numerics: Numerics,
+) -> tuple[jax.Array, jax.Array, R]:
+    """Mixes, collapse, norm, sub-layer, update, in that order; `pre_BTS` comes from the sub-layer before."""
+    pre_next, post, comb = hyper(x_BTSD, config)
+    h_BTD = norm(collapse(x_BTSD, pre_BTS, numerics), config.rms_norm_eps, numerics)
+    y_BTD, rest = sublayer(h_BTD)
+    return update(x_BTSD, y_BTD, post, comb, numerics), pre_next, rest

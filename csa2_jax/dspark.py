@@ -104,8 +104,8 @@ class DraftHead(nnx.Module):
                 )
                 return attn.output(o, rotation, config, numerics), None
 
-            x_BTSD, pre_BTS, _ = module.attention_part(x_BTSD, pre_BTS, attend, config, numerics)
-            x_BTSD, pre_BTS, _ = module.feed_forward_part(x_BTSD, pre_BTS, stage, None, config, numerics)
+            x_BTSD, pre_BTS, _ = module.around_attention(x_BTSD, pre_BTS, attend, config, numerics)
+            x_BTSD, pre_BTS, _ = module.feed_forward(x_BTSD, pre_BTS, stage, None, config, numerics)
         x_BTD = collapse(x_BTSD, pre_BTS, numerics)
         h_BTD = self.norm(x_BTD, config.rms_norm_eps, numerics).astype(jnp.float32)
         base_BTV = einsum("btd,vd->btv", h_BTD, head_VD.astype(jnp.float32))

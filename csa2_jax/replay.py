@@ -63,7 +63,7 @@ def compare_end_to_end(recording: Recording, model: Model, *, storage: str = "f3
 
 
 def compare_modules(recording: Recording, model: Model) -> Iterator[Comparison]:
-    """Each module fed with its recorded input: attention, feed-forward, Engram, whole layers.
+    """Each module fed with its recorded input: attention, feed-forward, Engram, hyper-connections.
 
     A step is replayed where the caches before it are known: the prefill always, a decode step if the trace holds the caches
     of the step before. Selections are our own, made from the recorded inputs.
@@ -148,14 +148,7 @@ class _Modules:
             name = pool_name(spec.ratio)
             inputs = (tokens, cache, pools.get(name), jnp.asarray(group), selection, candidates)
             places = {"layer": layer, "index": max(spec.index_slot, 0)}
-            pre = recording.layer(step, layer - 1, "pre_mix") if layer else None
-            start = streams if streams is not None else below
-            if start is not None and pre is not None:
-                hidden, pre_mix = self._run_block(_kind(spec), places, *inputs, self._in(start), jnp.asarray(pre))
-                if (reference := recording.layer(step, layer, "h")) is not None:
-                    yield Comparison("h", step, layer, relative_errors(as_f32(hidden), reference))
-                if (reference := recording.layer(step, layer, "pre_mix")) is not None:
-                    yield Comparison("pre_mix", step, layer, relative_errors(as_f32(pre_mix), reference))
+            yield from self._residual(step, spec, streams if streams is not None else below)
             attn_in = recording.layer(step, layer, "attn_in")
             if attn_in is None:
                 return  # later layers would miss what this one makes
@@ -174,6 +167,17 @@ class _Modules:
                 y, gate_idx, gate_w = self._run_ffn(layer, self._in(ffn_in))
                 yield from compare_layer(recording, step, spec, {"ffn_out": y, "gate_idx": gate_idx, "gate_w": gate_w})
 
+    def _residual(self, step: str, spec: LayerSpec, start: np.ndarray | None) -> Iterator[Comparison]:
+        """The hyper-connections of a layer, with the recorded outputs of its sub-layers put in."""
+        get = functools.partial(self.recording.layer, step)
+        pre = get(spec.layer - 1, "pre_mix") if spec.layer else None
+        outputs = [get(spec.layer, name) for name in ("attn_out", "ffn_out")]
+        if start is None or pre is None or any(o is None for o in outputs):
+            return
+        attn_out, ffn_out = (self._in(o) for o in outputs if o is not None)
+        made = _residual(self.graphdef, self.state, spec.layer, self._in(start), jnp.asarray(pre), attn_out, ffn_out)
+        yield from compare_layer(self.recording, step, spec, made)
+
     def _where_selections_agree(
         self, step: str, layer: int, seen: dict[str, Any], agree: np.ndarray
     ) -> Iterator[Comparison]:
@@ -188,9 +192,6 @@ class _Modules:
 
     def _run_engram(self, slot: int, tokens: jax.Array, cache: Cache, x_BTSD: jax.Array) -> jax.Array:
         return _engram(self.graphdef, self.state, slot, tokens, cache, x_BTSD)
-
-    def _run_block(self, kind: tuple, places: dict[str, int], *args: Any) -> Any:
-        return _block(self.graphdef, self.state, kind, places, *args)
 
     def _run_attention(self, kind: tuple, places: dict[str, int], *args: Any) -> Any:
         return _attention(self.graphdef, self.state, kind, places, *args)
@@ -243,28 +244,16 @@ def _attention(
     return shared.pool, shared.selection_BTK, shared.candidates_BTC, seen
 
 
-@functools.partial(jax.jit, static_argnums=(0, 2))
-def _block(
-    graphdef: Any,
-    state: Any,
-    kind: tuple,
-    places: Any,
-    tokens: Any,
-    cache: Cache,
-    pool: Any,
-    group: Any,
-    selection: Any,
-    candidates: Any,
-    x_BTSD: Any,
-    pre_BTS: Any,
-) -> Any:
+@functools.partial(jax.jit, static_argnums=(0,))
+def _residual(
+    graphdef: Any, state: Any, layer: Any, x_BTSD: Any, pre_BTS: Any, attn_out: Any, ffn_out: Any
+) -> dict[str, Any]:
     model = nnx.merge(graphdef, state)
-    step, role, history = _prepare(model, kind, places, tokens, cache, group)
-    block = take_layer(model.layers, places["layer"])
-    shared = Shared(pool, selection, candidates)
-    return block(
-        x_BTSD, pre_BTS, places["layer"], history, role, shared, step, model.config, model.numerics, frozenset()
-    )[:2]
+    block = take_layer(model.layers, layer)
+    config, numerics = model.config, model.numerics
+    x_BTSD, pre_BTS, attn_in = block.around_attention(x_BTSD, pre_BTS, lambda h: (attn_out, h), config, numerics)
+    x_BTSD, pre_BTS, ffn_in = block.around_feed_forward(x_BTSD, pre_BTS, lambda h: (ffn_out, h), config, numerics)
+    return {"attn_in": attn_in, "ffn_in": ffn_in, "hidden": x_BTSD, "pre_mix": pre_BTS}
 
 
 @functools.partial(jax.jit, static_argnums=(0,))

@@ -6,20 +6,36 @@ Everything is f32 without roundings, so that only the order of sums may differ. 
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
+from collections.abc import Iterator
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
 from csa2_jax import Cache, forward, init_cache
 from csa2_jax import model as model_module
 from csa2_jax.state import pool_name
-from tests.small_models import BATCH, SMALL, Small, meaningful, poisoned, relative_error
+from tests import random_checkpoint as rc
+from tests.oracle import OracleModel
+from tests.small_models import (
+    BATCH,
+    MINI_KNOBS,
+    SMALL,
+    Small,
+    load_random,
+    meaningful,
+    mini,
+    poisoned,
+    relative_error,
+)
 
 TOLERANCE = 1e-4
 FEW = settings(
@@ -31,6 +47,16 @@ FEW = settings(
     suppress_health_check=list(HealthCheck),
 )
 both = pytest.mark.parametrize("name", SMALL)
+
+
+@contextlib.contextmanager
+def quick_compilation() -> Iterator[None]:
+    """For programs that run once."""
+    jax.config.update("jax_disable_most_optimizations", True)
+    try:
+        yield
+    finally:
+        jax.config.update("jax_disable_most_optimizations", False)
 
 
 @functools.cache
@@ -183,6 +209,31 @@ def test_later_tokens_and_other_rows_change_nothing(name: str) -> None:
             assert np.abs(changed[b, t + 1 :] - whole(name)[b, t + 1 :]).max() > 0.1
 
 
+def test_gradient_of_a_logit_by_a_later_embedding_is_exactly_zero() -> None:
+    """Not merely small: d logits[t] / d embedding[u] for u > t, every token having an id of its own."""
+    model, tokens = mini(), np.random.default_rng(4).permutation(60)[:12]
+    graphdef, state = nnx.split(model)
+
+    @jax.jit
+    def pulled_back(table: jax.Array, weight_TV: jax.Array) -> jax.Array:
+        def loss(table: jax.Array) -> jax.Array:
+            merged = nnx.merge(graphdef, state)
+            merged.embed["weight"] = nnx.Param(table)
+            return jnp.sum(merged(tokens[None], None, jnp.full(1, 12))[0].logits[0] * weight_TV)
+
+        return jax.grad(loss)(table)[tokens]
+
+    table = model.embed["weight"][...]
+    for t in range(12):
+        weight = np.zeros((12, model.config.vocab_size), np.float32)
+        weight[t] = np.random.default_rng(t).standard_normal(model.config.vocab_size)
+        with quick_compilation():
+            grad = np.abs(np.asarray(pulled_back(table, weight))).max(axis=1)
+        assert np.isfinite(grad).all()
+        assert (grad[t + 1 :] == 0).all()
+        assert (grad[max(0, t - 1) : t + 1] > 1e-6).all()
+
+
 # --- any cutting into calls -----------------------------------------------------------------------------------------
 
 
@@ -248,6 +299,66 @@ def test_call_without_tokens_changes_nothing(name: str) -> None:
     before = meaningful(small.config, feed.cache)
     feed.call(np.zeros(BATCH, int), width=2)
     assert_same(meaningful(small.config, feed.cache), before, 0)
+
+
+def test_unrolled_layers_equal_scanned_ones() -> None:
+    """Segments with several groups: two pools of one ratio, two REINDEX heads, Engram and draft targets inside a scan."""
+    knobs = MINI_KNOBS | {
+        "swa_layers": 2, "encoder_ratios": (2, 2), "encoder_extra": "U", "decoder_extra": "II",
+        "engram_layers": (1, 4), "draft_stages": 1, "draft_targets": (6, 7, 8),
+    }  # fmt: skip
+    tokens = np.random.default_rng(6).integers(0, 64, (2, 14))
+    outs = []
+    for scan_layers in (True, False):
+        model = load_random(knobs, seed=2, scan_layers=scan_layers)
+        assert [len(segment.heads) for segment in model.config.plan.segments] == [2, 2, 1, 2]
+        with quick_compilation():
+            outs.append(
+                forward(model, tokens % model.config.vocab_size, capture=("hidden", "selections", "main_hidden"))
+            )
+    scanned, unrolled = (jax.tree.map(np.asarray, out) for out in outs)
+    assert relative_error(unrolled.logits, scanned.logits) < 1e-5
+    assert relative_error(unrolled.captured["main_hidden"], scanned.captured["main_hidden"]) < 1e-5
+    for layer, hidden in scanned.hidden.items():
+        assert relative_error(unrolled.hidden[layer], hidden) < 1e-5, layer
+    for layer, selection in scanned.selections.items():
+        np.testing.assert_array_equal(unrolled.selections[layer], selection)
+    # Without a cache both share one pool per ratio between the groups; the oracle knows nothing of that.
+    config = rc.random_config(2, quantisable=True, **knobs)
+    oracle = OracleModel(config, rc.random_tensors(config, 3))
+    assert relative_error(scanned.logits[0], oracle.forward(tokens[0] % oracle.shape.vocab).logits) < TOLERANCE
+
+
+def test_storage_in_bf16_equals_storage_in_f32_with_roundings_on() -> None:
+    """Every rounded value is a bf16 number, so nothing is lost, to the last bit, over two calls."""
+    model = load_random(MINI_KNOBS, seed=5, fake_quant=True)
+    tokens = np.random.default_rng(7).integers(0, model.config.vocab_size, (2, 24))
+    found = []
+    for storage in ("f32", "bf16"):
+        cache = init_cache(model.config, 2, 24, storage)
+        for start in (0, 12):
+            with quick_compilation():
+                out, cache = forward(model, tokens[:, start : start + 12], cache)
+        as_f32 = jax.tree.map(lambda a: a.astype(jnp.float32), cache)
+        assert cache.window_LBWH.dtype == (jnp.float32 if storage == "f32" else jnp.bfloat16)
+        found.append((np.asarray(out.logits), meaningful(model.config, as_f32)))
+    np.testing.assert_array_equal(found[0][0], found[1][0])
+    assert_same(found[1][1], found[0][1], 0)
+
+
+def test_single_token_without_cache_has_an_empty_pool() -> None:
+    """One token completes no group of two: that pool has no rows at all."""
+    model, tokens = mini(), np.array([[7]])
+    config = rc.random_config(0, quantisable=True, **MINI_KNOBS)
+    oracle = OracleModel(config, rc.random_tensors(config, 1))
+    with quick_compilation():
+        out = forward(model, tokens, capture=("selections",))
+    assert {layer: selection.tolist() for layer, selection in out.selections.items()} == {
+        1: [[[-1, -1]]],
+        2: [[[0, -1]]],
+        3: [[[0, -1]]],
+    }
+    assert relative_error(out.logits[0], oracle.forward(tokens[0]).logits) < TOLERANCE
 
 
 # --- what lies where nobody may look ----------------------------------------------------------------------------------

@@ -8,23 +8,23 @@ Only the first `count_B` of the T rows are real. Source: arXiv 2609.19969 (CSA2 
 
 from __future__ import annotations
 
-import jax
+from jaxtyping import Array, Float, Int
 
 from kernels_pallas import dispatch
 from kernels_pallas.compress import xla
 
 
 def compress(
-    c_BTH: jax.Array,
-    z_BTH: jax.Array,
-    c_half_BMH: jax.Array,
-    z_half_BMH: jax.Array,
-    phase_B: jax.Array,
-    count_B: jax.Array,
+    c_BTH: Float[Array, "B T H"],
+    z_BTH: Float[Array, "B T H"],
+    c_half_BMH: Float[Array, "B M-1 H"],
+    z_half_BMH: Float[Array, "B M-1 H"],
+    phase_B: Int[Array, " B"],
+    count_B: Int[Array, " B"],
     *,
     ratio: int,
     implementation: str | None = None,
-) -> tuple[jax.Array, jax.Array, jax.Array]:
+) -> tuple[Float[Array, "B E H"], Float[Array, "B M-1 H"], Float[Array, "B M-1 H"]]:
     """Pool the groups that complete in this call.
 
     Args:

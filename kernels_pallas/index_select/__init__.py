@@ -13,24 +13,25 @@ from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
 
 from kernels_pallas import dispatch
 from kernels_pallas.index_select import xla
 
 
 def index_select(
-    q_BTIJ: jax.Array,
-    w_BTI: jax.Array,
-    keys_GBPJ: jax.Array,
+    q_BTIJ: Float[Array, "B T I J"],
+    w_BTI: Float[Array, "B T I"],
+    keys_GBPJ: Float[Array, "G B P J"],
     group: jax.Array | int,
-    visible_BT: jax.Array,
+    visible_BT: Int[Array, "B T"],
     *,
     topk: int,
     block_size: int = 0,
     make_candidates: int = 0,
-    candidates_BTC: jax.Array | None = None,
+    candidates_BTC: Int[Array, "B T C"] | None = None,
     implementation: str | None = None,
-) -> tuple[jax.Array, jax.Array | None]:
+) -> tuple[Int[Array, "B T K"], Int[Array, "B T C"] | None]:
     """Select pool entries, optionally making or obeying candidate blocks.
 
     Args:
@@ -73,8 +74,12 @@ def index_select(
 
 
 def index_scores(
-    q_BTIJ: jax.Array, w_BTI: jax.Array, keys_GBPJ: jax.Array, group: jax.Array | int, visible_BT: jax.Array
-) -> jax.Array:
+    q_BTIJ: Float[Array, "B T I J"],
+    w_BTI: Float[Array, "B T I"],
+    keys_GBPJ: Float[Array, "G B P J"],
+    group: jax.Array | int,
+    visible_BT: Int[Array, "B T"],
+) -> Float[Array, "B T P"]:
     """All scores f32 [B, T, P], -inf where not visible. Quadratic: for looking inside and for the index loss on short spans."""
     _check(q_BTIJ, w_BTI, keys_GBPJ, visible_BT)
     q_BTIJ, w_BTI, keys_GBPJ, visible_BT = (jnp.asarray(a) for a in (q_BTIJ, w_BTI, keys_GBPJ, visible_BT))

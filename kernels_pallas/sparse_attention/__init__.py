@@ -11,25 +11,26 @@ from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
 
 from kernels_pallas import dispatch
 from kernels_pallas.sparse_attention import xla
 
 
 def sparse_attention(
-    q_BTNH: jax.Array,
-    window_BSH: jax.Array,
-    first_BT: jax.Array,
-    sink_N: jax.Array,
-    pool_GBPH: jax.Array | None = None,
+    q_BTNH: Float[Array, "B T N H"],
+    window_BSH: Float[Array, "B S H"],
+    first_BT: Int[Array, "B T"],
+    sink_N: Float[Array, " N"],
+    pool_GBPH: Float[Array, "G B P H"] | None = None,
     group: jax.Array | int = 0,
-    selection_BTK: jax.Array | None = None,
+    selection_BTK: Int[Array, "B T K"] | None = None,
     *,
     window: int,
     scale: float,
     causal: bool = True,
     implementation: str | None = None,
-) -> tuple[jax.Array, jax.Array]:
+) -> tuple[Float[Array, "B T N H"], Float[Array, "B T N"]]:
     """Attend; returns (o_BTNH in q's dtype, log-sum-exp f32 [B, T, N], the sink included).
 
     Args:
