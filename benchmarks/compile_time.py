@@ -32,7 +32,7 @@ def measure(config: ModelConfig, scan_layers: bool) -> tuple[float, float, float
     ids = (jax.ShapeDtypeStruct((1, 1), np.int32), cache, jax.ShapeDtypeStruct((1,), np.int32))
     jax.clear_caches()
     start = time.perf_counter()
-    traced = _jit_forward.trace(bound.graphdef, None, bound.state, None, *ids, all_logits=True, capture=frozenset())
+    traced = _jit_forward.trace(bound.structure, None, bound.state, None, *ids, all_logits=True, capture=frozenset())
     after_trace = time.perf_counter()
     lowered = traced.lower()
     after_lower = time.perf_counter()

@@ -349,6 +349,25 @@ def init_model(
     return nnx.merge(graphdef, state)
 
 
+class Structure:
+    """The static half of a split module, hashed once: jit hashes its static arguments on every call."""
+
+    def __init__(self, graphdef: nnx.GraphDef[Any]) -> None:
+        self.graphdef, self._hash = graphdef, hash(graphdef)
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    def __eq__(self, other: object) -> bool:
+        return self is other or (isinstance(other, Structure) and self.graphdef == other.graphdef)
+
+    @classmethod
+    def split(cls, module: nnx.Module) -> tuple[Structure, Any]:
+        """(structure, state) of a module."""
+        graphdef, state = nnx.split(module)
+        return cls(graphdef), state
+
+
 @dataclasses.dataclass(frozen=True)
 class Bound:
     """A model taken apart once for many calls: splitting an NNX module costs more than a small decode step's dispatch.
@@ -357,17 +376,17 @@ class Bound:
     """
 
     config: ModelConfig
-    graphdef: Any
+    structure: Structure
     state: Any
-    feed: tuple[Any, Any] | None  # graphdef and state of the DraftFeed
+    feed: tuple[Structure, Any] | None  # of the DraftFeed
 
     @classmethod
     def of(cls, model: Model) -> Bound:
         """Take `model` apart. Later changes to its parameters do not reach the result."""
         backbone = copy.copy(model)
         backbone.draft = None
-        feed = None if model.draft is None else nnx.split(DraftFeed(model.draft))
-        return cls(model.config, *nnx.split(backbone), feed)
+        feed = None if model.draft is None else Structure.split(DraftFeed(model.draft))
+        return cls(model.config, *Structure.split(backbone), feed)
 
 
 def forward(
@@ -400,9 +419,12 @@ def forward(
     bound = model if isinstance(model, Bound) else Bound.of(model)
     host = None if cache is None else cache.lengths() + lengths
     drafting = cache is not None and cache.draft_window_LBWH is not None
-    feed_def, feed_state = bound.feed if drafting and bound.feed is not None else (None, None)
+    feed_structure, feed_state = bound.feed if drafting and bound.feed is not None else (None, None)
     out, cache = _jit_forward(
-        bound.graphdef, feed_def, bound.state, feed_state, tokens, cache, lengths, all_logits=all_logits, capture=names
+        *(bound.structure, feed_structure, bound.state, feed_state),
+        *(tokens, cache, lengths),
+        all_logits=all_logits,
+        capture=names,
     )
     if cache is None:
         return out
@@ -410,11 +432,11 @@ def forward(
 
 
 @functools.partial(
-    jax.jit, static_argnames=("graphdef", "feed_def", "all_logits", "capture"), donate_argnames=("cache",)
+    jax.jit, static_argnames=("structure", "feed_structure", "all_logits", "capture"), donate_argnames=("cache",)
 )
 def _jit_forward(
-    graphdef: Any,
-    feed_def: Any,
+    structure: Structure,
+    feed_structure: Structure | None,
     state: Any,
     feed_state: Any,
     tokens: Int[Array, "B T"],
@@ -424,8 +446,8 @@ def _jit_forward(
     all_logits: bool,
     capture: frozenset[str],
 ) -> tuple[ForwardOutput, Cache | None]:
-    feed = None if feed_def is None else nnx.merge(feed_def, feed_state)
-    model = nnx.merge(graphdef, state)
+    feed = None if feed_structure is None else nnx.merge(feed_structure.graphdef, feed_state)
+    model = nnx.merge(structure.graphdef, state)
     return model(tokens, cache, lengths, all_logits=all_logits, capture=capture, feed=feed)
 
 

@@ -17,8 +17,6 @@ from csa2_jax.config import ModelConfig
 from csa2_jax.layers import ExpertParam, Linear, ParamFactory, linear
 from csa2_jax.numerics import Numerics, einsum
 
-_GATHER_ELEMENTS = 1 << 24  # expert weights gathered at once for a few tokens; beyond, one expert at a time
-
 
 class Gate(nnx.Module):
     """Router: f32 weight [X, D], selection bias [X], and with an image tower bias_vl [X]."""
@@ -111,7 +109,7 @@ class MoE(nnx.Module):
         config: ModelConfig,
         numerics: Numerics,
     ) -> jax.Array:
-        """Outputs of the chosen experts [n, k, D]; few tokens read the chosen experts, many are sorted by expert first."""
+        """Outputs of the chosen experts [n, k, D]: pairs sorted by expert, then one block of one expert's rows at a time."""
         pairs = index_NK.size
 
         def expert(x_nD: jax.Array, w_n: jax.Array, e: jax.Array) -> jax.Array:
@@ -120,12 +118,8 @@ class MoE(nnx.Module):
             u = numerics.cast(linear(x_nD, *w3, numerics))
             return numerics.cast(linear(swiglu(g, u, w_n, config.swiglu_limit, numerics), *w2, numerics))
 
-        if pairs <= self.num_experts and pairs * self.experts.w1.weight.shape[-2] * x_ND.shape[1] <= _GATHER_ELEMENTS:
-            one = lambda x, w, e: expert(x[None], w[None], e)[0]  # noqa: E731
-            per_token = jax.vmap(one, in_axes=(None, 0, 0))
-            return jax.vmap(per_token)(x_ND, weight_NK, index_NK)
-
-        size = _block_size(pairs, self.num_experts)
+        # One token's experts are all different, so its blocks need no more than one row.
+        size = 1 if x_ND.shape[0] == 1 else _block_size(pairs, self.num_experts)
         row_of_pair, pair_of_row, expert_of_block = _sort_by_expert(index_NK.reshape(-1), self.num_experts, size)
         blocks = expert_of_block.shape[0]
         topk = index_NK.shape[1]

@@ -6,21 +6,21 @@ padded to one of them with `lengths_B`. A model is loaded once per process.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import tempfile
+from collections.abc import Iterator
 from typing import Any
 
 import jax
 import numpy as np
 
-from csa2_jax.checkpoint import load_checkpoint
-from csa2_jax.config import ModelConfig
-from csa2_jax.model import Bound, Model, forward
-from csa2_jax.plan import Mode
-from csa2_jax.state import Cache, init_cache, pool_name
+from csa2_jax import Bound, Cache, Model, ModelConfig, forward, init_cache, load_checkpoint
+from csa2_jax.state import pool_name
 from tests import random_checkpoint as rc
 from tests.golden_sets import materialise
+from tests.oracle import OracleModel
 
 BATCH = 8
 # Three compression ratios, a group of window-only layers, a REINDEX layer with candidates, Engram in the decoder.
@@ -137,6 +137,14 @@ def mini() -> Model:
 SMALL = {"tiny8": tiny8, "ratios": ratios}
 
 
+def oracle_of(name: str, fault: str | None = None) -> OracleModel:
+    """The oracle with the weights of one of SMALL."""
+    if name == "tiny8":
+        return OracleModel(*rc.read_checkpoint(materialise("tiny8_f32_noqat")), fault=fault)
+    config = rc.random_config(0, quantisable=True, **RATIOS_KNOBS)
+    return OracleModel(config, rc.random_tensors(config, 1), fault=fault)
+
+
 def meaningful(config: ModelConfig, cache: Cache) -> dict[str, list[np.ndarray]]:
     """Everything of a cache that a later call may read, per row and as NumPy; the rest is unspecified."""
     length = np.asarray(cache.length_B)
@@ -144,7 +152,7 @@ def meaningful(config: ModelConfig, cache: Cache) -> dict[str, list[np.ndarray]]
     held: dict[str, list[np.ndarray]] = {"length": list(length), "ngram": list(np.asarray(cache.ngram_BE))}
 
     def windows(ring: jax.Array) -> list[np.ndarray]:
-        rows = np.asarray(ring)
+        rows = np.asarray(ring).astype(np.float32)
         return [rows[:, b, np.arange(max(0, n - width), n) % width] for b, n in enumerate(length)]
 
     held["window"] = windows(cache.window_LBWH)
@@ -159,7 +167,7 @@ def meaningful(config: ModelConfig, cache: Cache) -> dict[str, list[np.ndarray]]
             ("z half", pool.z_half_GBMH, length % ratio),
         ):
             if array is not None:
-                held[f"m{ratio} {name}"] = [np.asarray(array)[:, b, :n] for b, n in enumerate(count)]
+                held[f"m{ratio} {name}"] = [np.asarray(array)[:, b, :n].astype(np.float32) for b, n in enumerate(count)]
     return held
 
 
@@ -193,9 +201,14 @@ def poisoned(config: ModelConfig, cache: Cache) -> Cache:
     )
 
 
-def full_layers(config: ModelConfig) -> list[int]:
-    """Layers that make a pool."""
-    return [spec.layer for spec in config.plan.layers if spec.mode is Mode.FULL]
+@contextlib.contextmanager
+def quick_compilation() -> Iterator[None]:
+    """Compile without most optimisations: for programs that run once or twice."""
+    jax.config.update("jax_disable_most_optimizations", True)
+    try:
+        yield
+    finally:
+        jax.config.update("jax_disable_most_optimizations", False)
 
 
 def relative_error(found: np.ndarray, expected: np.ndarray) -> float:

@@ -24,7 +24,7 @@ def _abstract_step(
     )
     feed_def, feed_state = bound.feed if draft and bound.feed is not None else (None, None)
     shapes = (jax.ShapeDtypeStruct((1, tokens), np.int32), cache, jax.ShapeDtypeStruct((1,), np.int32))
-    return (bound.graphdef, feed_def, bound.state, feed_state, *shapes)
+    return (bound.structure, feed_def, bound.state, feed_state, *shapes)
 
 
 def _lower(args):
@@ -74,7 +74,7 @@ def test_unrolled_program_grows_with_the_layers():
     model = nnx.eval_shape(lambda: Model(config, numerics=numerics, scan_layers=False))
     args = list(_abstract_step(config, numerics))
     bound = Bound.of(model)
-    args[0], args[2] = bound.graphdef, bound.state
+    args[0], args[2] = bound.structure, bound.state
     unrolled = _lower(tuple(args)).as_text().count("stablehlo.dot_general")
     assert scanned < 0.35 * unrolled
 

@@ -6,10 +6,8 @@ Everything is f32 without roundings, so that only the order of sums may differ. 
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import functools
-from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -33,7 +31,9 @@ from tests.small_models import (
     load_random,
     meaningful,
     mini,
+    oracle_of,
     poisoned,
+    quick_compilation,
     relative_error,
 )
 
@@ -47,16 +47,6 @@ FEW = settings(
     suppress_health_check=list(HealthCheck),
 )
 both = pytest.mark.parametrize("name", SMALL)
-
-
-@contextlib.contextmanager
-def quick_compilation() -> Iterator[None]:
-    """For programs that run once."""
-    jax.config.update("jax_disable_most_optimizations", True)
-    try:
-        yield
-    finally:
-        jax.config.update("jax_disable_most_optimizations", False)
 
 
 @functools.cache
@@ -192,6 +182,15 @@ def test_entry_is_visible_from_the_token_that_completes_it(name: str) -> None:
         assert ((selection + 1) * m <= position + 1).all()
         expected = np.minimum(small.config.index_topk, (position[:, 0] + 1) // m)
         np.testing.assert_array_equal((selection >= 0).sum(axis=-1), np.broadcast_to(expected, selection.shape[:2]))
+
+
+@both
+def test_positions_beyond_four_windows_equal_the_oracle(name: str) -> None:
+    """Wrong rotary frequencies hide inside one window: every entry is then about as far away."""
+    small = SMALL[name]()
+    assert small.total > 4 * small.window
+    expected = oracle_of(name).forward(small.tokens()[0]).logits
+    assert relative_error(whole(name)[0, 4 * small.window :], expected[4 * small.window :]) < 5e-5
 
 
 @both
@@ -339,9 +338,8 @@ def test_storage_in_bf16_equals_storage_in_f32_with_roundings_on() -> None:
         for start in (0, 12):
             with quick_compilation():
                 out, cache = forward(model, tokens[:, start : start + 12], cache)
-        as_f32 = jax.tree.map(lambda a: a.astype(jnp.float32), cache)
         assert cache.window_LBWH.dtype == (jnp.float32 if storage == "f32" else jnp.bfloat16)
-        found.append((np.asarray(out.logits), meaningful(model.config, as_f32)))
+        found.append((np.asarray(out.logits), meaningful(model.config, cache)))
     np.testing.assert_array_equal(found[0][0], found[1][0])
     assert_same(found[1][1], found[0][1], 0)
 

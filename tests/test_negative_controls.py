@@ -26,7 +26,7 @@ from csa2_jax.moe import Gate
 from csa2_jax.plan import Mode
 from csa2_jax.residual import HyperConnection
 from tests.golden_sets import load_trace, materialise
-from tests.small_models import relative_error, tiny8
+from tests.small_models import quick_compilation, relative_error, tiny8
 
 SET = "tiny8_f32_noqat"
 # Severed here -> what the recording calls it.
@@ -175,7 +175,8 @@ def run() -> Run:
         def call(fault: str | None) -> np.ndarray:
             return np.asarray(forward(state, {name: np.bool_(name == fault) for name in FAULTS}))
 
-        call(None)  # traced while the faults are planted
+        with quick_compilation():
+            call(None)  # traced while the faults are planted
     return call
 
 

@@ -22,7 +22,7 @@ from csa2_jax import Cache, ModelConfig, draft, forward, init_cache, load_checkp
 from csa2_jax.state import pool_name
 from tests import random_checkpoint as rc
 from tests.oracle import FAULTS, OracleModel, OracleTrace
-from tests.small_models import relative_error
+from tests.small_models import quick_compilation, relative_error
 
 CAPTURE = ("selections", "candidates", "hidden", "gate_idx", "engram_rows", "main_hidden")
 CALLS = np.array([[13, 9], [11, 13]])  # real tokens per call and row
@@ -40,11 +40,10 @@ FEW = settings(
 
 
 @pytest.fixture(autouse=True, scope="module")
-def quick_compilation() -> Iterator[None]:
-    """A new program for every example: compile it without most optimisations."""
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", False)
+def quickly() -> Iterator[None]:
+    """There is a new program for every example."""
+    with quick_compilation():
+        yield
 
 
 @dataclasses.dataclass(frozen=True)
