@@ -48,7 +48,9 @@ class Indexer(nnx.Module):
         q_BTIJ = numerics.fake(rope.rotate(q_BTIJ, rope.over_heads(step.rope_pool)), formats.INDEX)
         scale = jnp.float32(width**-0.5 * heads**-0.5)
         w_BTI = numerics.cast(self.weights_proj(x_BTD, numerics).astype(jnp.float32) * scale)
-        visible_BT = (step.position_BT + 1) // ratio
+        # Padding behind a row's real tokens has positions too, but no entries: slots never written stay unread.
+        made_B = (step.start_B + step.count_B) // ratio
+        visible_BT = jnp.minimum((step.position_BT + 1) // ratio, made_B[:, None])
         selection_BTK, made = index_select(
             q_BTIJ,
             w_BTI,

@@ -62,6 +62,16 @@ MINI_KNOBS: dict[str, Any] = {
 }
 
 
+@contextlib.contextmanager
+def quick_compilation() -> Iterator[None]:
+    """Compile without most optimisations: for programs that run once or twice."""
+    jax.config.update("jax_disable_most_optimizations", True)
+    try:
+        yield
+    finally:
+        jax.config.update("jax_disable_most_optimizations", False)
+
+
 @dataclasses.dataclass(frozen=True)
 class Small:
     """A loaded model and its call widths: decode, up to the window, up to 2 W + 1, a whole sequence."""
@@ -70,6 +80,7 @@ class Small:
     model: Model
     bound: Bound
     widths: tuple[int, ...]
+    quick: bool  # compile without most optimisations
 
     @property
     def config(self) -> ModelConfig:
@@ -97,12 +108,17 @@ class Small:
         width = next(w for w in self.widths if w >= tokens.shape[1])
         padded = np.zeros((len(tokens), width), np.int64)
         padded[:, : tokens.shape[1]] = tokens
-        out, cache = forward(self.bound, padded, cache, lengths, all_logits=width > 1)
+        with self._compilation():
+            out, cache = forward(self.bound, padded, cache, lengths, all_logits=width > 1)
         return np.asarray(out.logits), cache
 
     def whole(self, tokens: np.ndarray, lengths: Any = None) -> Any:
         """The forward without a cache over [B, total], with selections, candidates and raw scores captured."""
-        return forward(self.bound, tokens, lengths_B=lengths, capture=("selections", "candidates", "index_scores"))
+        with self._compilation():
+            return forward(self.bound, tokens, lengths_B=lengths, capture=("selections", "candidates", "index_scores"))
+
+    def _compilation(self) -> contextlib.AbstractContextManager[None]:
+        return quick_compilation() if self.quick else contextlib.nullcontext()
 
 
 def load_random(knobs: dict[str, Any], seed: int = 0, storage: rc.Storage = "bf16", **options: Any) -> Model:
@@ -118,14 +134,14 @@ def load_random(knobs: dict[str, Any], seed: int = 0, storage: rc.Storage = "bf1
 def tiny8() -> Small:
     """The recorded checkpoint: ratio 2 then 1, W = 8, K = 4, candidates of 3 blocks of 2."""
     model = load_checkpoint(materialise("tiny8_f32_noqat"), compute_dtype="float32", fake_quant=False)
-    return Small("tiny8", model, Bound.of(model), (1, 8, 17, 48))
+    return Small("tiny8", model, Bound.of(model), (1, 8, 17, 48), quick=False)
 
 
 @functools.cache
 def ratios() -> Small:
     """A random checkpoint: ratios 3, 4 and 1, W = 5, K = 2, candidates of 2 blocks of 3."""
     model = load_random(RATIOS_KNOBS)
-    return Small("ratios", model, Bound.of(model), (1, 11, 40))
+    return Small("ratios", model, Bound.of(model), (1, 11, 40), quick=True)
 
 
 @functools.cache
@@ -199,16 +215,6 @@ def poisoned(config: ModelConfig, cache: Cache) -> Cache:
         draft_window_LBWH=fill(cache.draft_window_LBWH, np.minimum(length, width)),
         pools=pools,
     )
-
-
-@contextlib.contextmanager
-def quick_compilation() -> Iterator[None]:
-    """Compile without most optimisations: for programs that run once or twice."""
-    jax.config.update("jax_disable_most_optimizations", True)
-    try:
-        yield
-    finally:
-        jax.config.update("jax_disable_most_optimizations", False)
 
 
 def relative_error(found: np.ndarray, expected: np.ndarray) -> float:

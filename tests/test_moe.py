@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -19,7 +20,7 @@ from csa2_jax.numerics import Numerics
 from tests import random_checkpoint as rc
 from tests.golden_sets import materialise
 from tests.oracle import OracleModel
-from tests.small_models import load_random, relative_error
+from tests.small_models import load_random, quick_compilation, relative_error
 
 F32 = jnp.dtype("float32")
 NUMERICS = Numerics("float32", fake_quant=False)
@@ -36,6 +37,13 @@ KNOBS: dict[str, Any] = {
     "engram_layers": (),
     "draft_stages": 0,
 }
+
+
+@pytest.fixture(autouse=True, scope="module")
+def quickly() -> Iterator[None]:
+    """Every test has programs of its own."""
+    with quick_compilation():
+        yield
 
 
 @functools.cache

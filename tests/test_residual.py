@@ -150,22 +150,12 @@ def test_expand_makes_equal_copies_and_reads_the_first() -> None:
 
 
 def run_part(which: str, pre: jax.Array, x: jax.Array) -> tuple[jax.Array, jax.Array, Any]:
-    """One sub-layer of a block whose inside is spied upon; returns streams, pre for the next, and what the inside read."""
+    """One hyper-connection around a spy that doubles; returns streams, pre for the next, and what the inside read."""
     config, _, _ = checkpoint()
     block = Block(config, ParamFactory(F32, False), stack=())
     block.hc_attn, block.hc_ffn = loaded("attn"), loaded("ffn")
-    seen: list[jax.Array] = []
-
-    def inside(h: jax.Array, *_: Any) -> tuple[jax.Array, Any, Any]:
-        seen.append(h)
-        return 2 * h, None, None
-
-    if which == "attn":
-        out = block.attention_part(x, pre, lambda h: inside(h)[:2], config, NUMERICS)
-    else:
-        object.__setattr__(block, "ffn", inside)
-        out = block.feed_forward_part(x, pre, 0, None, config, NUMERICS)
-    return out[0], out[1], seen[0]
+    around = block.around_attention if which == "attn" else block.around_feed_forward
+    return around(x, pre, lambda h: (2 * h, h), config, NUMERICS)
 
 
 @pytest.mark.parametrize("which", ["attn", "ffn"])
