@@ -16,10 +16,13 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
+from csa2_jax.calls import check_call, check_room, whole_numbers
 from csa2_jax.dspark import Draft
 from csa2_jax.model import Bound, Model, forward
-from csa2_jax.state import Cache, Storage, init_cache
+from csa2_jax.state import Cache, Storage, init_cache, positive
 from kernels_pallas import Unsupported
+
+_COLDEST = 1e-4  # logits divided by less leave f32
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,7 +44,8 @@ def draft(model: Model, tokens_B: Any, cache: Cache) -> Draft:
     """
     if model.draft is None or cache.draft_window_LBWH is None:
         raise ValueError("drafting needs a model with a draft head and a cache from init_cache(..., draft=True)")
-    ids = np.asarray(tokens_B)
+    ids = whole_numbers("tokens_B", tokens_B)
+    check_room(cache, np.zeros(ids.shape[:1], np.int64))
     if ids.shape != cache.length_B.shape or ((ids < 0) | (ids >= model.config.vocab_size)).any():
         raise ValueError(
             f"tokens_B={ids.tolist()} must be one id in 0..{model.config.vocab_size - 1} per row of the cache"
@@ -75,22 +79,13 @@ def prefill(
     """
     if decoder != "full":
         raise Unsupported(f"{decoder=} is not built yet; decoder='full' runs every layer on every token")
-    if chunk < 1:
-        raise ValueError(f"{chunk=} must be at least 1")
-    tokens = np.asarray(tokens_BT)
-    if tokens.ndim != 2:
-        raise ValueError(f"tokens must be [B, T], found shape {tokens.shape}")
+    chunk = positive("chunk", chunk)
+    # The whole prompt is checked before the first chunk, so that a bad id in the last one costs nothing.
+    tokens, lengths, _ = check_call(model.config, tokens_BT, cache, lengths_B)
     batch, width = tokens.shape
-    lengths = np.full(batch, width) if lengths_B is None else np.asarray(lengths_B)
-    if lengths.shape != (batch,) or (lengths < 0).any() or (lengths > width).any():
-        raise ValueError(f"lengths_B={lengths.tolist()} must be {batch} numbers in 0..{width}")
-    if (cache.lengths() + lengths > cache.max_length).any():
-        raise ValueError(
-            f"prompts of {lengths.tolist()} tokens do not fit max_length={cache.max_length} with {cache.lengths().tolist()} held"
-        )
     size = min(chunk, _bucket(width))
     out = logits = None
-    for start in range(0, max(width, 1), size):
+    for start in range(0, width, size):
         piece = np.zeros((batch, size), np.int32)
         real = tokens[:, start : start + size]
         piece[:, : real.shape[1]] = real
@@ -123,43 +118,47 @@ def generate(
     """
     if speculative:
         raise Unsupported("speculative decoding is not built yet; pass speculative=False")
-    if max_new_tokens < 1:
-        raise ValueError(f"{max_new_tokens=} must be at least 1")
-    if not (np.isfinite(temperature) and temperature >= 0):
-        raise ValueError(f"{temperature=} must be 0 (greedy) or a positive number")
-    if not prompts or any(len(p) == 0 for p in prompts):
-        raise ValueError("every prompt needs at least one token")
-    return _generate(model, prompts, max_new_tokens, float(temperature), seed, storage, chunk, stop_at_eos)
-
-
-def _generate(
-    model: Model,
-    prompts: Sequence[Sequence[int]],
-    max_new_tokens: int,
-    temperature: float,
-    seed: int,
-    storage: Storage | None,
-    chunk: int,
-    stop_at_eos: bool,
-) -> Iterator[TokenEvent]:
-    batch, lengths = len(prompts), np.array([len(p) for p in prompts])
-    tokens = np.zeros((batch, lengths.max()), np.int64)
-    for row, prompt in enumerate(prompts):
-        tokens[row, : len(prompt)] = prompt
+    max_new_tokens, chunk = positive("max_new_tokens", max_new_tokens), positive("chunk", chunk)
+    if not (np.isfinite(temperature) and (temperature == 0 or temperature >= _COLDEST)):
+        raise ValueError(f"{temperature=} must be 0 (greedy) or a number of at least {_COLDEST}")
+    rows = [whole_numbers(f"prompt {row}", prompt) for row, prompt in enumerate(prompts)]
+    if not rows or any(row.ndim != 1 or row.size == 0 for row in rows):
+        raise ValueError("prompts must be one or more lists of at least one token id each")
+    lengths = np.array([row.size for row in rows])
+    tokens = np.zeros((len(rows), lengths.max()), np.int64)
+    for padded, row in zip(tokens, rows, strict=True):
+        padded[: row.size] = row
     # The last token is never fed back, so it needs no place. Lengths go in buckets: each one compiles anew.
     needed, longest = int(lengths.max()) + max_new_tokens - 1, model.config.max_position_embeddings
     if needed > longest:
         raise ValueError(f"{needed} tokens with {max_new_tokens=} exceed max_position_embeddings={longest}")
-    cache = init_cache(model.config, batch, min(_bucket(needed, 128), longest), storage)
+    check_call(model.config, tokens, None, lengths)
+    cache = init_cache(model.config, len(rows), min(_bucket(needed, 128), longest), storage)
+    return _generate(model, tokens, lengths, cache, max_new_tokens, float(temperature), seed, chunk, stop_at_eos)
+
+
+def _generate(
+    model: Model,
+    tokens: np.ndarray,
+    lengths: np.ndarray,
+    cache: Cache,
+    max_new_tokens: int,
+    temperature: float,
+    seed: int,
+    chunk: int,
+    stop_at_eos: bool,
+) -> Iterator[TokenEvent]:
+    batch, config = len(tokens), model.config
+    banned = config.image_token_id if config.has_vision else None  # a placeholder, not text
     bound = Bound.of(model)
     out, cache = prefill(bound, tokens, cache, lengths, chunk=chunk)
     keys = jax.random.split(jax.random.key(seed), batch)
     live = np.ones(batch, bool)
     for index in range(max_new_tokens):
-        drawn, logprob = _sample(out.logits, keys, index, temperature)
+        drawn, logprob = _sample(out.logits, keys, index, temperature, banned)
         drawn_host, logprob_host = np.asarray(drawn), np.asarray(logprob)
         for row in np.flatnonzero(live):
-            ended = stop_at_eos and drawn_host[row] == model.config.eos_token_id
+            ended = stop_at_eos and drawn_host[row] == config.eos_token_id
             finished = "eos" if ended else "length" if index == max_new_tokens - 1 else None
             live[row] = finished is None
             yield TokenEvent(int(row), index, int(drawn_host[row]), float(logprob_host[row]), finished)
@@ -168,9 +167,13 @@ def _generate(
         out, cache = forward(bound, drawn_host[:, None], cache, live.astype(np.int32), all_logits=False)
 
 
-@functools.partial(jax.jit, static_argnames="temperature")
-def _sample(logits_BV: jax.Array, keys: jax.Array, index: int, temperature: float) -> tuple[jax.Array, jax.Array]:
+@functools.partial(jax.jit, static_argnames=("temperature", "banned"))
+def _sample(
+    logits_BV: jax.Array, keys: jax.Array, index: int, temperature: float, banned: int | None
+) -> tuple[jax.Array, jax.Array]:
     """One id per row and its log-probability. Row and index make the noise, so a row's draws do not depend on the batch."""
+    if banned is not None:
+        logits_BV = logits_BV.at[:, banned].set(-jnp.inf)
     if temperature == 0:
         ids = jnp.argmax(logits_BV, axis=-1)
     else:

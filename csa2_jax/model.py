@@ -17,10 +17,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Int
 
 from csa2_jax import rope
 from csa2_jax.block import Block
+from csa2_jax.calls import check_call
 from csa2_jax.compressor import Compressor
 from csa2_jax.config import ModelConfig
 from csa2_jax.dspark import DraftFeed, DraftHead
@@ -31,13 +32,6 @@ from csa2_jax.numerics import Numerics, WeightStorage, einsum
 from csa2_jax.residual import collapse, expand
 from csa2_jax.stack import Walk, Weights, stack_tails
 from csa2_jax.state import Cache, Flow, Pool, Step, make_pools, pool_name, write_windows
-
-CAPTURES = frozenset(
-    {
-        *("attn_in", "attn_q", "attn_o", "attn_out", "window_kv", "latent", "selections", "candidates", "index_scores"),
-        *("ffn_in", "ffn_out", "gate_idx", "gate_w", "hidden", "pre_mix", "main_hidden", "engram_rows"),
-    }
-)
 
 
 class Constant(nnx.Variable):
@@ -409,7 +403,7 @@ def forward(
         tokens_BT: ids in [0, vocab_size).
         lengths_B: how many of each row's T tokens are real; logits behind them are unspecified.
         all_logits: False gives logits [B, V] of each row's last real token only.
-        capture: names out of `CAPTURES` to return in `output.captured`.
+        capture: names out of `calls.CAPTURES` to return in `output.captured`.
 
     Raises:
         ValueError: ids outside the vocabulary, shapes that do not fit, a call that would exceed the cache's max_length, a
@@ -449,51 +443,3 @@ def _jit_forward(
     feed = None if feed_structure is None else nnx.merge(feed_structure.graphdef, feed_state)
     model = nnx.merge(structure.graphdef, state)
     return model(tokens, cache, lengths, all_logits=all_logits, capture=capture, feed=feed)
-
-
-def check_call(
-    config: ModelConfig, tokens_BT: Any, cache: Cache | None, lengths_B: Any, capture: Iterable[str]
-) -> tuple[Float[np.ndarray, "B T"], np.ndarray, frozenset[str]]:
-    """Validate a call on the host; returns (tokens int32, lengths int32, capture names)."""
-    from kernels_pallas import Unsupported
-
-    tokens = np.asarray(tokens_BT)
-    if tokens.ndim != 2 or 0 in tokens.shape:
-        raise ValueError(f"tokens must be [B, T] with at least one row and one token, found shape {tokens.shape}")
-    if not np.issubdtype(tokens.dtype, np.integer):
-        raise ValueError(f"tokens must be integers, found {tokens.dtype}")
-    batch, width = tokens.shape
-    lengths = np.full(batch, width, np.int32) if lengths_B is None else np.asarray(lengths_B)
-    if lengths.shape != (batch,) or not np.issubdtype(lengths.dtype, np.integer):
-        raise ValueError(
-            f"lengths_B must be {batch} integers, one per row, found {lengths.dtype} of shape {lengths.shape}"
-        )
-    if (lengths < 0).any() or (lengths > width).any():
-        raise ValueError(f"lengths_B={lengths.tolist()} must lie in 0..{width}, the number of tokens in each row")
-    real = np.arange(width) < lengths[:, None]
-    outside = real & ((tokens < 0) | (tokens >= config.vocab_size))
-    if outside.any():
-        b, t = np.argwhere(outside)[0]
-        raise ValueError(
-            f"token id {tokens[b, t]} at row {b}, position {t} of the call is outside 0..{config.vocab_size - 1}"
-        )
-    if config.has_vision and (real & (tokens == config.image_token_id)).any():
-        b, t = np.argwhere(real & (tokens == config.image_token_id))[0]
-        raise Unsupported(
-            f"row {b}, position {t} of the call is an image token ({config.image_token_id}): the image tower is not built yet"
-        )
-    if unknown := sorted(set(capture) - CAPTURES):
-        raise ValueError(f"capture={unknown} is unknown; choose from {sorted(CAPTURES)}")
-    if cache is not None:
-        if any(leaf.is_deleted() for leaf in jax.tree.leaves(cache) if isinstance(leaf, jax.Array)):
-            raise ValueError("this cache was consumed by an earlier call; continue with the cache that call returned")
-        if cache.length_B.shape != (batch,):
-            raise ValueError(f"the cache holds {cache.length_B.shape[0]} rows, the tokens have {batch}")
-        after = cache.lengths() + lengths
-        if (after > cache.max_length).any():
-            b = int(np.argmax(after))
-            raise ValueError(
-                f"row {b} holds {cache.lengths()[b]} tokens and would get {lengths[b]} more: {after[b]} exceeds "
-                f"max_length={cache.max_length}; make the cache longer with init_cache"
-            )
-    return np.where(real, tokens, 0).astype(np.int32), lengths.astype(np.int32), frozenset(capture)

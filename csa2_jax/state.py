@@ -7,6 +7,7 @@ hold all layers of a kind in one array, so that a jitted step has few arguments 
 from __future__ import annotations
 
 import dataclasses
+import operator
 from collections.abc import Sequence
 from typing import Any, Literal
 
@@ -114,8 +115,9 @@ def init_cache(
         storage = "f32" if jax.default_backend() == "cpu" else "bf16"
     if storage not in _STORAGE:
         raise ValueError(f"{storage=} must be one of {sorted(_STORAGE)}")
-    if batch < 1 or max_length < 1:
-        raise ValueError(f"{batch=} and {max_length=} must be at least 1")
+    if not isinstance(config, ModelConfig):
+        raise ValueError(f"init_cache takes a ModelConfig (model.config), found {type(config).__name__}")
+    batch, max_length = positive("batch", batch), positive("max_length", max_length)
     if max_length > config.max_position_embeddings:
         raise ValueError(f"{max_length=} exceeds max_position_embeddings={config.max_position_embeddings}")
     if draft and not config.num_nextn_predict_layers:
@@ -135,6 +137,17 @@ def init_cache(
         host_length=np.zeros(batch, np.int64),
         max_length=max_length,
     )
+
+
+def positive(name: str, value: Any) -> int:
+    """`value` as a whole number of at least 1."""
+    try:
+        number = 0 if isinstance(value, bool) else operator.index(value)
+    except TypeError:
+        number = 0
+    if number < 1:
+        raise ValueError(f"{name}={value!r} must be a whole number of at least 1")
+    return number
 
 
 @jax.tree_util.register_dataclass

@@ -1,7 +1,8 @@
 """Small models that several test files share, and the few shapes in which they are called.
 
 Every new (batch, tokens) costs seconds of compilation, so a model has a handful of call widths, and shorter chunks are
-padded to one of them with `lengths_B`. A model is loaded once per process.
+padded to one of them with `lengths_B`; all but the decode step are compiled without most optimisations. A model is
+loaded once per process.
 """
 
 from __future__ import annotations
@@ -80,7 +81,6 @@ class Small:
     model: Model
     bound: Bound
     widths: tuple[int, ...]
-    quick: bool  # compile without most optimisations
 
     @property
     def config(self) -> ModelConfig:
@@ -108,17 +108,14 @@ class Small:
         width = next(w for w in self.widths if w >= tokens.shape[1])
         padded = np.zeros((len(tokens), width), np.int64)
         padded[:, : tokens.shape[1]] = tokens
-        with self._compilation():
+        with quick_compilation() if width > 1 else contextlib.nullcontext():
             out, cache = forward(self.bound, padded, cache, lengths, all_logits=width > 1)
         return np.asarray(out.logits), cache
 
     def whole(self, tokens: np.ndarray, lengths: Any = None) -> Any:
         """The forward without a cache over [B, total], with selections, candidates and raw scores captured."""
-        with self._compilation():
+        with quick_compilation():
             return forward(self.bound, tokens, lengths_B=lengths, capture=("selections", "candidates", "index_scores"))
-
-    def _compilation(self) -> contextlib.AbstractContextManager[None]:
-        return quick_compilation() if self.quick else contextlib.nullcontext()
 
 
 def load_random(knobs: dict[str, Any], seed: int = 0, storage: rc.Storage = "bf16", **options: Any) -> Model:
@@ -134,14 +131,14 @@ def load_random(knobs: dict[str, Any], seed: int = 0, storage: rc.Storage = "bf1
 def tiny8() -> Small:
     """The recorded checkpoint: ratio 2 then 1, W = 8, K = 4, candidates of 3 blocks of 2."""
     model = load_checkpoint(materialise("tiny8_f32_noqat"), compute_dtype="float32", fake_quant=False)
-    return Small("tiny8", model, Bound.of(model), (1, 8, 17, 48), quick=False)
+    return Small("tiny8", model, Bound.of(model), (1, 8, 17, 48))
 
 
 @functools.cache
 def ratios() -> Small:
     """A random checkpoint: ratios 3, 4 and 1, W = 5, K = 2, candidates of 2 blocks of 3."""
     model = load_random(RATIOS_KNOBS)
-    return Small("ratios", model, Bound.of(model), (1, 11, 40), quick=True)
+    return Small("ratios", model, Bound.of(model), (1, 11, 40))
 
 
 @functools.cache

