@@ -28,7 +28,6 @@ def measure(config: ModelConfig, scan_layers: bool) -> tuple[float, float, float
     model = nnx.eval_shape(lambda: Model(config, numerics=Numerics("float32", False), scan_layers=scan_layers))
     bound = Bound.of(model)
     cache = jax.eval_shape(lambda: init_cache(config, 1, config.max_position_embeddings, "f32"))
-    cache = dataclasses.replace(cache, host_length=None)
     ids = (jax.ShapeDtypeStruct((1, 1), np.int32), cache, jax.ShapeDtypeStruct((1,), np.int32))
     jax.clear_caches()
     start = time.perf_counter()

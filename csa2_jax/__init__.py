@@ -65,7 +65,7 @@ def __getattr__(name: str) -> Any:
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     value = getattr(importlib.import_module(_HOMES[name]), name)
-    globals()[name] = value  # also over a submodule of the same name, `generate`
+    globals()[name] = value
     return value
 
 

@@ -63,6 +63,11 @@ def check_room(cache: Cache, lengths: np.ndarray) -> None:
     """Refuse a cache that is not one, was consumed, holds another number of rows, or would overrun."""
     if not isinstance(cache, Cache):
         raise ValueError(f"cache must come from init_cache, found {type(cache).__name__}")
+    if any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(cache)):
+        raise ValueError(
+            "the cache is traced, but calls are checked on the host: inside your own jit call the model itself, "
+            "model(tokens, cache, lengths)"
+        )
     if any(leaf.is_deleted() for leaf in jax.tree.leaves(cache) if isinstance(leaf, jax.Array)):
         raise ValueError("this cache was consumed by an earlier call; continue with the cache that call returned")
     if cache.length_B.shape != lengths.shape:

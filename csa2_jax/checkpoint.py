@@ -31,7 +31,7 @@ from csa2_jax.model import Model, ngram_arrays
 from csa2_jax.ngram import compress_vocabulary
 from csa2_jax.numerics import ComputeDtype, Numerics, WeightStorage
 from csa2_jax.safetensors_io import CheckpointError, TensorFiles
-from csa2_jax.tokenizer import tokenizer_file
+from csa2_jax.tokenizer import read_tokenizer, tokenizer_file
 
 TOKEN_MAP_FILE: Final = "token_map.npy"
 _E2M1: Final = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6], np.float32)
@@ -250,9 +250,7 @@ def find_token_map(directory: Path, config: ModelConfig) -> np.ndarray | None:
 
 def tokenizer_map(path: Path, vocab_size: int) -> np.ndarray:
     """The map that a tokenizer.json gives: `compress_vocabulary` over its tokens decoded one by one."""
-    from tokenizers import Tokenizer  # only models with text need it
-
-    tokenizer = Tokenizer.from_file(str(path))
+    tokenizer = read_tokenizer(path)
     found = tokenizer.get_vocab_size(with_added_tokens=True)
     if found < vocab_size:
         raise CheckpointError(f"{path} has {found} tokens but vocab_size={vocab_size}: it belongs to another model")

@@ -395,11 +395,6 @@ def _validate_engram(c: ModelConfig) -> None:
     for name in ("engram_vocab_size", "engram_n_heads", "engram_head_dim", "engram_compressed_vocab_size"):
         if getattr(c, name) < 1:
             raise ValueError(f"{name}={getattr(c, name)} must be at least 1 when engram_layer_ids is not empty")
-    if c.engram_vocab_size >= 2**25 or any(rows >= 2**31 for rows in c.engram_num_embeddings):
-        raise ValueError(
-            f"engram_vocab_size={c.engram_vocab_size} must be below 2**25 and every one of engram_num_embeddings="
-            f"{list(c.engram_num_embeddings)} below 2**31: rows are hashed in 32-bit integers"
-        )
     if c.engram_max_ngram_size < 2:
         raise ValueError(f"engram_max_ngram_size={c.engram_max_ngram_size} must be at least 2")
     if c.engram_compressed_vocab_size > c.vocab_size:
@@ -410,6 +405,12 @@ def _validate_engram(c: ModelConfig) -> None:
         raise ValueError(
             f"engram_pad_token_id={c.engram_pad_token_id} must be a token id below vocab_size={c.vocab_size}"
         )
+    if c.engram_vocab_size >= 2**25 or max(int(k.primes.max()) for k in c.engram_constants) >= 2**25:
+        raise ValueError(
+            f"engram_vocab_size={c.engram_vocab_size} gives primes beyond 2**25: rows are hashed in 32 bits"
+        )
+    if any(rows >= 2**31 for rows in c.engram_num_embeddings):
+        raise ValueError(f"engram_num_embeddings={list(c.engram_num_embeddings)} must be below 2**31 rows each")
     for layer, declared, constants in zip(c.engram_layer_ids, c.engram_num_embeddings, c.engram_constants, strict=True):
         if declared != constants.rows:
             raise ValueError(

@@ -18,7 +18,7 @@ from flax import nnx
 from jax import lax
 
 from csa2_jax import rope
-from csa2_jax.attention import window_kv
+from csa2_jax.attention import Attention, window_kv
 from csa2_jax.block import Block
 from csa2_jax.config import ModelConfig
 from csa2_jax.layers import Linear, ParamFactory, RMSNorm, take_layer
@@ -80,29 +80,16 @@ class DraftHead(nnx.Module):
         numerics: Numerics,
     ) -> Draft:
         """Draft behind `length_B` consumed tokens, the next of which is already known to be `token_B`."""
-        batch, block, width = token_B.shape[0], config.dspark_block_size, config.sliding_window
+        batch, block = token_B.shape[0], config.dspark_block_size
         noise = jnp.full((batch, block - 1), config.dspark_noise_token_id, jnp.int32)
         inputs = jnp.concatenate([token_B[:, None].astype(jnp.int32), noise], axis=1)
         x_BTSD, pre_BTS = expand(embed_VD[inputs].astype(numerics.dtype), config.hc_mult)
-        position_BT = length_B[:, None] + jnp.arange(block)
-        rotation = rope.table(position_BT, rope.layer_frequencies(config, reads_pool=False))
-        first_BT = jnp.broadcast_to(jnp.maximum(width - length_B, 0)[:, None], position_BT.shape)
         for stage in range(config.num_nextn_predict_layers):
             module = take_layer(self.stages, stage)
             history_BWH = window_history(window_LBWH, stage, length_B)
 
-            def attend(
-                h_BTD: jax.Array, module: Block = module, history: jax.Array = history_BWH
-            ) -> tuple[jax.Array, None]:
-                attn = module.attn
-                q_BTNH = attn.query(attn.query_input(h_BTD, config, numerics), rotation, config, numerics)
-                kv_BTH = attn.window_kv(h_BTD, rotation, config, numerics).astype(history.dtype)
-                rows = jnp.concatenate([history, kv_BTH], axis=1)
-                scale = config.head_dim**-0.5
-                o, _ = sparse_attention(
-                    q_BTNH, rows, first_BT, attn.attn_sink[...], window=width, scale=scale, causal=False
-                )
-                return attn.output(o, rotation, config, numerics), None
+            def attend(h_BTD: jax.Array, module: Block = module, history: jax.Array = history_BWH) -> tuple:
+                return attend_draft(module.attn, h_BTD, history, length_B, config, numerics)
 
             x_BTSD, pre_BTS, _ = module.around_attention(x_BTSD, pre_BTS, attend, config, numerics)
             x_BTSD, pre_BTS, _ = module.feed_forward(x_BTSD, pre_BTS, stage, None, config, numerics)
@@ -128,3 +115,26 @@ class DraftHead(nnx.Module):
         _, (ids, logits, confidence) = lax.scan(link, token_B.astype(jnp.int32), xs, length=block)
         ids = jnp.concatenate([token_B[:, None].astype(jnp.int32), ids.T], axis=1)
         return Draft(ids, jnp.moveaxis(logits, 0, 1), confidence.T)
+
+
+def attend_draft(
+    attn: Attention,
+    h_BTD: jax.Array,
+    history_BWH: jax.Array,
+    length_B: jax.Array,
+    config: ModelConfig,
+    numerics: Numerics,
+) -> tuple[jax.Array, dict[str, jax.Array]]:
+    """A stage's attention: every draft position reads the window before the block and the whole block."""
+    width, block = config.sliding_window, h_BTD.shape[1]
+    position_BT = length_B[:, None] + jnp.arange(block)
+    rotation = rope.table(position_BT, rope.layer_frequencies(config, reads_pool=False))
+    first_BT = jnp.broadcast_to(jnp.maximum(width - length_B, 0)[:, None], position_BT.shape)
+    q_BTNH = attn.query(attn.query_input(h_BTD, config, numerics), rotation, config, numerics)
+    kv_BTH = attn.window_kv(h_BTD, rotation, config, numerics).astype(history_BWH.dtype)
+    rows_BSH = jnp.concatenate([history_BWH, kv_BTH], axis=1)
+    scale = config.head_dim**-0.5
+    o_BTNH, _ = sparse_attention(
+        q_BTNH, rows_BSH, first_BT, attn.attn_sink[...], window=width, scale=scale, causal=False
+    )
+    return attn.output(o_BTNH, rotation, config, numerics), {"attn_q": q_BTNH, "attn_o": o_BTNH}

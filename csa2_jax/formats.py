@@ -104,8 +104,20 @@ def quantise(x: jax.Array, fmt: Format) -> tuple[jax.Array, jax.Array]:
     if fmt.power_of_two:
         exponent = ceil_log2(amax * jnp.float32(1.0 / fmt.max))
         return grid(_divide_by_power(x, exponent[..., None])), exponent
-    scale = round_e4m3(amax / jnp.float32(fmt.max))
+    scale = round_e4m3(_sixth(amax))
     return _round_e2m1_of_quotient(x, scale[..., None]), scale
+
+
+def _sixth(amax: jax.Array) -> jax.Array:
+    """amax / 6 for positive normal amax, exact as far as rounding it to e4m3 goes.
+
+    The 24-bit mantissa is divided as an integer, with any remainder kept as a last sticky bit: the quotient then lies on the
+    right side of every midpoint, which a product with 1/6 does not guarantee.
+    """
+    bits = lax.bitcast_convert_type(amax, jnp.int32)
+    mantissa = (bits & 0x7FFFFF) | 0x800000
+    sticky = 2 * (mantissa // 3) + (mantissa % 3 != 0)
+    return times_power_of_two(sticky.astype(jnp.float32), (bits >> 23) - 127 - 25)
 
 
 # Midpoints of the e2m1 grid, and whether the tie goes up (to the even code).

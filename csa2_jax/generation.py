@@ -17,8 +17,10 @@ import numpy as np
 from flax import nnx
 
 from csa2_jax.calls import check_call, check_room, whole_numbers
+from csa2_jax.config import ModelConfig
 from csa2_jax.dspark import Draft
-from csa2_jax.model import Bound, Model, forward
+from csa2_jax.model import Bound, Model, Structure, forward
+from csa2_jax.numerics import Numerics
 from csa2_jax.state import Cache, Storage, init_cache, positive
 from kernels_pallas import Unsupported
 
@@ -32,35 +34,35 @@ class TokenEvent:
     row: int  # which prompt
     index: int  # 0 is the first generated token
     token: int
-    logprob: float  # of the token under softmax(logits), whatever the temperature
+    logprob: float  # of the token under softmax(logits), whatever the temperature (image placeholders excluded)
     finished: Literal["eos", "length"] | None = None  # set on a row's last event
 
 
-def draft(model: Model, tokens_B: Any, cache: Cache) -> Draft:
+def draft(model: Model | Bound, tokens_B: Any, cache: Cache) -> Draft:
     """Draft the tokens behind `tokens_B`, the ids just sampled for the position after each row's consumed tokens.
 
     The cache must have been made with draft=True and is not consumed. Raises ValueError without draft windows, for ids outside
-    the vocabulary, and for rows that have consumed nothing yet.
+    the vocabulary, and for rows that have consumed nothing yet. In loops pass a `Bound`.
     """
-    if model.draft is None or cache.draft_window_LBWH is None:
-        raise ValueError("drafting needs a model with a draft head and a cache from init_cache(..., draft=True)")
+    bound = model if isinstance(model, Bound) else Bound.of(model)
     ids = whole_numbers("tokens_B", tokens_B)
     check_room(cache, np.zeros(ids.shape[:1], np.int64))
-    if ids.shape != cache.length_B.shape or ((ids < 0) | (ids >= model.config.vocab_size)).any():
+    if bound.draft is None or cache.draft_window_LBWH is None:
+        raise ValueError("drafting needs a model with a draft head and a cache from init_cache(..., draft=True)")
+    if ids.shape != cache.length_B.shape or ((ids < 0) | (ids >= bound.config.vocab_size)).any():
         raise ValueError(
-            f"tokens_B={ids.tolist()} must be one id in 0..{model.config.vocab_size - 1} per row of the cache"
+            f"tokens_B={ids.tolist()} must be one id in 0..{bound.config.vocab_size - 1} per row of the cache"
         )
     if (cache.lengths() < 1).any():
         raise ValueError("every row must have consumed at least one token before a draft")
-    graphdef, state = nnx.split(model)
-    return _jit_draft(graphdef, state, ids.astype(np.int32), cache.draft_window_LBWH, cache.length_B)
+    embed, head = (bound.state[name]["weight"].get_value() for name in ("embed", "head"))
+    arrays = (ids.astype(np.int32), cache.draft_window_LBWH, cache.length_B, embed, head)
+    return _jit_draft(bound.draft[0], bound.config, bound.numerics, bound.draft[1], *arrays)
 
 
-@functools.partial(jax.jit, static_argnums=0)
-def _jit_draft(graphdef: Any, state: Any, ids: jax.Array, window: jax.Array, length_B: jax.Array) -> Draft:
-    model = nnx.merge(graphdef, state)
-    embed, head = model.embed["weight"][...], model.head["weight"][...]
-    return model.draft(ids, window, length_B, embed, head, model.config, model.numerics)
+@functools.partial(jax.jit, static_argnums=(0, 1, 2))
+def _jit_draft(structure: Structure, config: ModelConfig, numerics: Numerics, state: Any, *arrays: jax.Array) -> Draft:
+    return nnx.merge(structure.graphdef, state)(*arrays, config, numerics)
 
 
 def prefill(
@@ -77,6 +79,8 @@ def prefill(
     decoder: "full" runs every layer on every token. The shorter routes through the decoder are not built yet.
     chunk: tokens per call; the last one is padded, so that one shape compiles. Rows of length 0 give unspecified logits.
     """
+    if decoder not in ("full", "exact", "replay"):
+        raise ValueError(f"{decoder=} must be 'full'")
     if decoder != "full":
         raise Unsupported(f"{decoder=} is not built yet; decoder='full' runs every layer on every token")
     chunk = positive("chunk", chunk)
@@ -118,9 +122,29 @@ def generate(
     """
     if speculative:
         raise Unsupported("speculative decoding is not built yet; pass speculative=False")
+    tokens, lengths, needed = check_request(
+        model.config, prompts, max_new_tokens=max_new_tokens, temperature=temperature, seed=seed, chunk=chunk
+    )
+    capacity = min(_bucket(needed, 128), model.config.max_position_embeddings)  # each length compiles anew
+    cache = init_cache(model.config, len(tokens), capacity, storage)
+    return _generate(model, tokens, lengths, cache, max_new_tokens, float(temperature), seed, chunk, stop_at_eos)
+
+
+def check_request(
+    config: ModelConfig,
+    prompts: Sequence[Sequence[int]],
+    *,
+    max_new_tokens: int,
+    temperature: float,
+    seed: int,
+    chunk: int,
+) -> tuple[np.ndarray, np.ndarray, int]:
+    """Validate what `generate` is asked for; returns padded tokens [B, T], their lengths and the positions needed."""
     max_new_tokens, chunk = positive("max_new_tokens", max_new_tokens), positive("chunk", chunk)
-    if not (np.isfinite(temperature) and (temperature == 0 or temperature >= _COLDEST)):
+    if not isinstance(temperature, int | float) or not (temperature == 0 or _COLDEST <= temperature < float("inf")):
         raise ValueError(f"{temperature=} must be 0 (greedy) or a number of at least {_COLDEST}")
+    if isinstance(seed, bool) or not isinstance(seed, int) or not -(2**63) <= seed < 2**63:
+        raise ValueError(f"{seed=} must be a whole number of 64 bits")
     rows = [whole_numbers(f"prompt {row}", prompt) for row, prompt in enumerate(prompts)]
     if not rows or any(row.ndim != 1 or row.size == 0 for row in rows):
         raise ValueError("prompts must be one or more lists of at least one token id each")
@@ -128,13 +152,12 @@ def generate(
     tokens = np.zeros((len(rows), lengths.max()), np.int64)
     for padded, row in zip(tokens, rows, strict=True):
         padded[: row.size] = row
-    # The last token is never fed back, so it needs no place. Lengths go in buckets: each one compiles anew.
-    needed, longest = int(lengths.max()) + max_new_tokens - 1, model.config.max_position_embeddings
+    # The last token is never fed back, so it needs no place.
+    needed, longest = int(lengths.max()) + max_new_tokens - 1, config.max_position_embeddings
     if needed > longest:
         raise ValueError(f"{needed} tokens with {max_new_tokens=} exceed max_position_embeddings={longest}")
-    check_call(model.config, tokens, None, lengths)
-    cache = init_cache(model.config, len(rows), min(_bucket(needed, 128), longest), storage)
-    return _generate(model, tokens, lengths, cache, max_new_tokens, float(temperature), seed, chunk, stop_at_eos)
+    check_call(config, tokens, None, lengths)
+    return tokens, lengths, needed
 
 
 def _generate(
@@ -155,7 +178,7 @@ def _generate(
     keys = jax.random.split(jax.random.key(seed), batch)
     live = np.ones(batch, bool)
     for index in range(max_new_tokens):
-        drawn, logprob = _sample(out.logits, keys, index, temperature, banned)
+        drawn, logprob = _sample(out.logits, keys, index, temperature, temperature == 0, banned)
         drawn_host, logprob_host = np.asarray(drawn), np.asarray(logprob)
         for row in np.flatnonzero(live):
             ended = stop_at_eos and drawn_host[row] == config.eos_token_id
@@ -167,14 +190,14 @@ def _generate(
         out, cache = forward(bound, drawn_host[:, None], cache, live.astype(np.int32), all_logits=False)
 
 
-@functools.partial(jax.jit, static_argnames=("temperature", "banned"))
+@functools.partial(jax.jit, static_argnames=("greedy", "banned"))
 def _sample(
-    logits_BV: jax.Array, keys: jax.Array, index: int, temperature: float, banned: int | None
+    logits_BV: jax.Array, keys: jax.Array, index: int, temperature: float, greedy: bool, banned: int | None
 ) -> tuple[jax.Array, jax.Array]:
     """One id per row and its log-probability. Row and index make the noise, so a row's draws do not depend on the batch."""
     if banned is not None:
         logits_BV = logits_BV.at[:, banned].set(-jnp.inf)
-    if temperature == 0:
+    if greedy:
         ids = jnp.argmax(logits_BV, axis=-1)
     else:
         noise = jax.vmap(lambda key, row: jax.random.gumbel(jax.random.fold_in(key, index), row.shape))(keys, logits_BV)

@@ -30,10 +30,12 @@ class ParamFactory:
     """Makes the parameters of a model: abstract or zero without `key`, randomly initialised with it.
 
     plain: dtype of unquantised weights. quantised: whether fp8 / fp4 linears keep their stored codes and scales.
+    round_operands: whether fp8 / fp4 linears round their operand; that belongs to the model, stored or dequantised.
     """
 
     plain: jnp.dtype
     quantised: bool
+    round_operands: bool = False
     key: jax.Array | None = None
     std: float = 0.02
 
@@ -65,6 +67,7 @@ class Linear(nnx.Module):
         storage: str = "plain",
         kind: type[nnx.Param] = nnx.Param,
     ) -> None:
+        self.round_operand = make.round_operands and storage in ("fp8", "fp4")
         quantised = make.quantised and storage in ("fp8", "fp4")
         if quantised and make.key is not None:
             raise ValueError(
@@ -84,19 +87,31 @@ class Linear(nnx.Module):
     def __call__(self, x: jax.Array, numerics: Numerics) -> jax.Array:
         """x [..., in] -> [..., out], cast to the compute dtype."""
         scale = None if self.scale is None else self.scale[...]
-        return numerics.cast(linear(x, self.weight[...], scale, numerics))
+        return numerics.cast(linear(x, self.weight[...], scale, numerics, self.round_operand))
 
 
-def linear(x: jax.Array, weight: jax.Array, scale: jax.Array | None, numerics: Numerics) -> jax.Array:
+def linear(
+    x: jax.Array,
+    weight: jax.Array,
+    scale: jax.Array | None,
+    numerics: Numerics,
+    round_operand: bool | None = None,
+) -> jax.Array:
     """x [..., K] times weight [N, K] transposed, f32 [..., N].
 
+    `round_operand` (by default: if the weight has a scale) takes effect when roundings are on.
     A quantised weight is multiplied as the released GEMM does: x rounded to fp8 in groups of 32 along K (when roundings are
     on), a dot product per 32-wide block of K, times (activation scale * weight scale), blocks added in f32 in ascending order.
     Its gradient with respect to x is that of the dequantised weight (straight through the rounding); codes have none.
     """
-    if scale is None:
-        return einsum("...k,nk->...n", x, weight.astype(x.dtype))
-    return _quantised_product(numerics.fake_quant, x, weight, scale)
+    round_operand = numerics.fake_quant and (scale is not None if round_operand is None else round_operand)
+    if scale is not None:
+        return _quantised_product(round_operand, x, weight, scale)
+    if round_operand:
+        width = x.shape[-1]
+        padded = jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, -width % formats.OPERAND.group)])
+        x = formats.fake_quantise(padded, formats.OPERAND)[..., :width]
+    return einsum("...k,nk->...n", x, weight.astype(x.dtype))
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))

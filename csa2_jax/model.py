@@ -7,7 +7,6 @@ same code and one jit each.
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 import functools
 from collections.abc import Iterable, Sequence
@@ -90,7 +89,7 @@ class Model(nnx.Module):
         self.config, self.numerics, self.scan_layers = config, numerics or Numerics(), scan_layers
         check_roundings(config, self.numerics)
         plain = self.numerics.dtype if weights == "stored" else jnp.dtype(weights)
-        make = ParamFactory(plain, config.quantized and weights == "stored", key)
+        make = ParamFactory(plain, config.quantized and weights == "stored", config.quantized, key)
         plan, d, v = config.plan, config.hidden_size, config.vocab_size
         self.embed = nnx.Dict(weight=make.normal((v, d)))
         self.norm = RMSNorm(d, make)
@@ -123,7 +122,7 @@ class Model(nnx.Module):
     ) -> tuple[ForwardOutput, Cache | None]:
         """Append each row's first `count_B` tokens to `cache` (or start from nothing). Called under jit by `forward`.
 
-        `feed` fills the draft stages' windows, if the cache has any.
+        `feed` fills the draft stages' windows, if the cache has any; by default the model's own draft head does.
         """
         config = self.config
         step = self._step(tokens_BT, cache, count_B)
@@ -248,7 +247,9 @@ class Model(nnx.Module):
         draft_window = cache.draft_window_LBWH
         if draft_window is not None:
             if feed is None:
-                raise ValueError("the cache has draft windows; pass the model's DraftFeed to fill them")
+                if self.draft is None:
+                    raise ValueError("the cache has draft windows, but this model has no draft head")
+                feed = DraftFeed(self.draft)
             rows = feed(_join_targets(flow.main_BTQD), step, config, self.numerics)
             draft_window = write_windows(draft_window, rows, step)
         ngram_BE = cache.ngram_BE
@@ -327,6 +328,12 @@ def init_model(
 ) -> Model:
     """A randomly initialised model (weights normal(0, 0.02), norms 1), made in one jit; weights in the compute dtype."""
     numerics = Numerics(compute_dtype, fake_quant)  # type: ignore[arg-type]
+    if config.engram_layer_ids and token_map is None:
+        raise ValueError(
+            f"the n-gram memory of engram_layer_ids={list(config.engram_layer_ids)} needs a token_map, int32 "
+            f"[{config.vocab_size}] with {config.engram_compressed_vocab_size} compressed ids; ngram.compress_vocabulary "
+            "makes it from a tokenizer"
+        )
 
     def make(key: jax.Array | None) -> Model:
         return Model(
@@ -370,17 +377,22 @@ class Bound:
     """
 
     config: ModelConfig
+    numerics: Numerics
     structure: Structure
     state: Any
     feed: tuple[Structure, Any] | None  # of the DraftFeed
+    draft: tuple[Structure, Any] | None  # of the whole draft head
 
     @classmethod
     def of(cls, model: Model) -> Bound:
         """Take `model` apart. Later changes to its parameters do not reach the result."""
-        backbone = copy.copy(model)
+        if model.draft is None:
+            return cls(model.config, model.numerics, *Structure.split(model), None, None)
+        # Taken apart and put together once, so that dropping the draft head leaves the caller's model alone.
+        backbone = nnx.merge(*nnx.split(model))
         backbone.draft = None
-        feed = None if model.draft is None else Structure.split(DraftFeed(model.draft))
-        return cls(model.config, *Structure.split(backbone), feed)
+        feed, draft = Structure.split(DraftFeed(model.draft)), Structure.split(model.draft)
+        return cls(model.config, model.numerics, *Structure.split(backbone), feed, draft)
 
 
 def forward(
@@ -409,9 +421,11 @@ def forward(
         ValueError: ids outside the vocabulary, shapes that do not fit, a call that would exceed the cache's max_length, a
             consumed cache. Unsupported: image tokens (the image tower is not built yet).
     """
+    if not isinstance(model, Model | Bound):
+        raise ValueError(f"forward takes a Model or a Bound, found {type(model).__name__}")
     tokens, lengths, names = check_call(model.config, tokens_BT, cache, lengths_B, capture)
     bound = model if isinstance(model, Bound) else Bound.of(model)
-    host = None if cache is None else cache.lengths() + lengths
+    before = None if cache is None else cache.lengths()
     drafting = cache is not None and cache.draft_window_LBWH is not None
     feed_structure, feed_state = bound.feed if drafting and bound.feed is not None else (None, None)
     out, cache = _jit_forward(
@@ -420,9 +434,9 @@ def forward(
         all_logits=all_logits,
         capture=names,
     )
-    if cache is None:
+    if cache is None or before is None:
         return out
-    return out, dataclasses.replace(cache, host_length=host)
+    return out, cache.with_mirror(before + lengths)
 
 
 @functools.partial(

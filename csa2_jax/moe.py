@@ -28,13 +28,13 @@ class Gate(nnx.Module):
         self.bias_vl = make.full((*stack, experts), 0.0, f32) if config.has_vision else None
 
     def __call__(
-        self, x_ND: jax.Array, image_N: jax.Array | None, topk: int, scaling: float
+        self, x_nD: jax.Array, image_n: jax.Array | None, topk: int, scaling: float
     ) -> tuple[jax.Array, jax.Array]:
         """(expert ids int32 [n, k] best first, weights f32 [n, k]); equal scores go to the lowest expert."""
-        score = jnp.sqrt(jax.nn.softplus(einsum("nd,xd->nx", x_ND.astype(jnp.float32), self.weight[...])))
+        score = jnp.sqrt(jax.nn.softplus(einsum("nd,xd->nx", x_nD.astype(jnp.float32), self.weight[...])))
         bias = self.bias[...]
-        if self.bias_vl is not None and image_N is not None:
-            bias = jnp.where(image_N[:, None], self.bias_vl[...], bias)
+        if self.bias_vl is not None and image_n is not None:
+            bias = jnp.where(image_n[:, None], self.bias_vl[...], bias)
         _, index = lax.top_k(lax.stop_gradient(score) + bias, topk)
         weight = jnp.take_along_axis(score, index, axis=-1)
         if topk > 1:
@@ -78,63 +78,63 @@ class MoE(nnx.Module):
     ) -> tuple[jax.Array, jax.Array, jax.Array]:
         """(y_BTD, expert ids [B, T, k], weights [B, T, k])."""
         batch, tokens, width = x_BTD.shape
-        x_ND = x_BTD.reshape(-1, width)
-        image_N = None if image_BT is None else image_BT.reshape(-1)
-        index_NK, weight_NK = self.gate(x_ND, image_N, self.topk, config.routed_scaling_factor)
+        x_nD = x_BTD.reshape(-1, width)
+        image_n = None if image_BT is None else image_BT.reshape(-1)
+        index_nk, weight_nk = self.gate(x_nD, image_n, self.topk, config.routed_scaling_factor)
         # Ascending expert order: the released code adds the experts' outputs in that order.
-        order = jnp.argsort(index_NK, axis=-1)
-        y_NKD = self._routed(
-            x_ND,
-            jnp.take_along_axis(index_NK, order, axis=-1),
-            jnp.take_along_axis(weight_NK, order, axis=-1),
+        order = jnp.argsort(index_nk, axis=-1)
+        y_nkD = self._routed(
+            x_nD,
+            jnp.take_along_axis(index_nk, order, axis=-1),
+            jnp.take_along_axis(weight_nk, order, axis=-1),
             layer,
             config,
             numerics,
         )
         shared = self.shared_experts
-        g, u = shared["w1"](x_ND, numerics), shared["w3"](x_ND, numerics)
-        y_ND = shared["w2"](swiglu(g, u, None, config.swiglu_limit, numerics), numerics).astype(jnp.float32)
-        routed = y_NKD[:, 0].astype(jnp.float32)
+        g, u = shared["w1"](x_nD, numerics), shared["w3"](x_nD, numerics)
+        y_nD = shared["w2"](swiglu(g, u, None, config.swiglu_limit, numerics), numerics).astype(jnp.float32)
+        routed = y_nkD[:, 0].astype(jnp.float32)
         for k in range(1, self.topk):
-            routed = routed + y_NKD[:, k].astype(jnp.float32)
-        y = numerics.cast(routed + y_ND).reshape(batch, tokens, width)
-        return y, index_NK.reshape(batch, tokens, -1), weight_NK.reshape(batch, tokens, -1)
+            routed = routed + y_nkD[:, k].astype(jnp.float32)
+        y = numerics.cast(routed + y_nD).reshape(batch, tokens, width)
+        return y, index_nk.reshape(batch, tokens, -1), weight_nk.reshape(batch, tokens, -1)
 
     def _routed(
         self,
-        x_ND: jax.Array,
-        index_NK: jax.Array,
-        weight_NK: jax.Array,
+        x_nD: jax.Array,
+        index_nk: jax.Array,
+        weight_nk: jax.Array,
         layer: jax.Array | int,
         config: ModelConfig,
         numerics: Numerics,
     ) -> jax.Array:
         """Outputs of the chosen experts [n, k, D]: pairs sorted by expert, then one block of one expert's rows at a time."""
-        pairs = index_NK.size
+        pairs = index_nk.size
 
         def expert(x_nD: jax.Array, w_n: jax.Array, e: jax.Array) -> jax.Array:
-            w1, w2, w3 = ((w.weight[layer, e], None if w.scale is None else w.scale[layer, e]) for w in self._weights())
-            g = numerics.cast(linear(x_nD, *w1, numerics))
-            u = numerics.cast(linear(x_nD, *w3, numerics))
-            return numerics.cast(linear(swiglu(g, u, w_n, config.swiglu_limit, numerics), *w2, numerics))
+            def product(x: jax.Array, w: Linear) -> jax.Array:
+                scale = None if w.scale is None else w.scale[layer, e]
+                return numerics.cast(linear(x, w.weight[layer, e], scale, numerics, w.round_operand))
+
+            w1, w2, w3 = self.experts.w1, self.experts.w2, self.experts.w3
+            h = swiglu(product(x_nD, w1), product(x_nD, w3), w_n, config.swiglu_limit, numerics)
+            return product(h, w2)
 
         # One token's experts are all different, so its blocks need no more than one row.
-        size = 1 if x_ND.shape[0] == 1 else _block_size(pairs, self.num_experts)
-        row_of_pair, pair_of_row, expert_of_block = _sort_by_expert(index_NK.reshape(-1), self.num_experts, size)
+        size = 1 if x_nD.shape[0] == 1 else _block_size(pairs, self.num_experts)
+        row_of_pair, pair_of_row, expert_of_block = _sort_by_expert(index_nk.reshape(-1), self.num_experts, size)
         blocks = expert_of_block.shape[0]
-        topk = index_NK.shape[1]
+        topk = index_nk.shape[1]
 
         def run_block(_: None, block: tuple[jax.Array, jax.Array]) -> tuple[None, jax.Array]:
             pair, e = block
-            tokens, weights = x_ND[pair // topk], weight_NK.reshape(-1)[pair]
-            skip = lambda: jnp.zeros((size, x_ND.shape[1]), numerics.dtype)  # noqa: E731
+            tokens, weights = x_nD[pair // topk], weight_nk.reshape(-1)[pair]
+            skip = lambda: jnp.zeros((size, x_nD.shape[1]), numerics.dtype)  # noqa: E731
             return None, lax.cond(e < self.num_experts, lambda: expert(tokens, weights, e), skip)
 
         _, y = lax.scan(run_block, None, (pair_of_row.reshape(blocks, size), expert_of_block))
-        return y.reshape(blocks * size, -1)[row_of_pair].reshape(*index_NK.shape, -1)
-
-    def _weights(self) -> tuple[Linear, Linear, Linear]:
-        return self.experts.w1, self.experts.w2, self.experts.w3
+        return y.reshape(blocks * size, -1)[row_of_pair].reshape(*index_nk.shape, -1)
 
 
 def swiglu(g: jax.Array, u: jax.Array, weight: jax.Array | None, limit: float, numerics: Numerics) -> jax.Array:
@@ -152,19 +152,19 @@ def _block_size(pairs: int, experts: int) -> int:
     return size
 
 
-def _sort_by_expert(expert_P: jax.Array, experts: int, size: int) -> tuple[jax.Array, jax.Array, jax.Array]:
+def _sort_by_expert(expert_p: jax.Array, experts: int, size: int) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Lay (token, expert) pairs out by expert, each expert's rows padded to whole blocks of `size`.
 
     Returns (row of each pair, pair of each row (padding repeats pair 0), expert of each block, `experts` for unused blocks). The
     number of blocks is a static bound: every expert may leave one block partly filled, and no block is empty.
     """
-    pairs = expert_P.shape[0]
+    pairs = expert_p.shape[0]
     blocks = min(-(-pairs // size) + experts, pairs)
-    count = jnp.zeros(experts, jnp.int32).at[expert_P].add(1)
+    count = jnp.zeros(experts, jnp.int32).at[expert_p].add(1)
     blocks_of = -(-count // size)
     first_block = jnp.cumsum(blocks_of) - blocks_of
-    order = jnp.argsort(expert_P, stable=True)
-    sorted_expert = expert_P[order]
+    order = jnp.argsort(expert_p, stable=True)
+    sorted_expert = expert_p[order]
     rank = jnp.arange(pairs) - (jnp.cumsum(count) - count)[sorted_expert]
     row_sorted = first_block[sorted_expert] * size + rank
     row_of_pair = jnp.zeros(pairs, jnp.int32).at[order].set(row_sorted.astype(jnp.int32))

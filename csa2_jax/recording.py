@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import zipfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -30,6 +31,19 @@ MODES = {  # mode: (compute dtype, roundings)
 }
 
 
+def _read_meta(path: Path) -> dict[str, Any]:
+    try:
+        meta = json.loads(path.read_text(encoding="utf-8"))
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise ValueError(f"{path} is not valid JSON: {error}") from None
+    if not isinstance(meta, dict) or meta.get("mode") not in MODES:
+        mode = meta.get("mode") if isinstance(meta, dict) else meta
+        raise ValueError(f"{path}: mode={mode!r} must be one of {sorted(MODES)}")
+    if not isinstance(meta.get("prefill"), int) or meta["prefill"] < 1:
+        raise ValueError(f"{path}: prefill={meta.get('prefill')!r} must be the length of the prompt")
+    return meta
+
+
 class Recording:
     """A recorded run: its trace (arrays are read on demand), its mode and its steps."""
 
@@ -41,14 +55,17 @@ class Recording:
                     f"{self.directory / name} does not exist: a recording holds config.json, meta.json, trace.npz and the model"
                 )
         self.config = ModelConfig.from_hf(self.directory)
-        self.meta = json.loads((self.directory / "meta.json").read_text(encoding="utf-8"))
-        self.mode = self.meta.get("mode")
-        if self.mode not in MODES:
-            raise ValueError(f"{self.directory / 'meta.json'}: mode={self.mode!r} must be one of {sorted(MODES)}")
+        self.meta = _read_meta(self.directory / "meta.json")
+        self.mode = self.meta["mode"]
         self.compute_dtype, self.fake_quant = MODES[self.mode]
-        self._trace = np.load(self.directory / "trace.npz")
-        self._keys = set(self._trace.files)
-        self.tokens: np.ndarray = self._trace["tokens"]
+        try:
+            self._trace = np.load(self.directory / "trace.npz", allow_pickle=False)
+            self._keys = set(self._trace.files)
+            self.tokens: np.ndarray = self._trace["tokens"]
+        except (ValueError, EOFError, KeyError, zipfile.BadZipFile) as error:
+            raise ValueError(
+                f"{self.directory / 'trace.npz'} is not a whole trace with a `tokens` array: {error}"
+            ) from None
         self.prompt = int(self.meta["prefill"])
         self.steps = ("prefill", *(f"decode{k}" for k in range(self.tokens.shape[1] - self.prompt)))
 

@@ -13,9 +13,12 @@ import numpy as np
 from flax import nnx
 
 from csa2_jax.attention import Role, Shared
+from csa2_jax.config import ModelConfig
+from csa2_jax.dspark import attend_draft
 from csa2_jax.generation import draft
 from csa2_jax.layers import take_layer
 from csa2_jax.model import Model, forward
+from csa2_jax.numerics import Numerics
 from csa2_jax.plan import LayerSpec, Mode
 from csa2_jax.recording import (
     Comparison,
@@ -75,12 +78,15 @@ def compare_modules(recording: Recording, model: Model) -> Iterator[Comparison]:
         cache = modules.cache_after(before)
         if cache is not None:
             yield from modules.replay(step, cache)
+    for step in recording.steps:
+        yield from modules.replay_draft(step)
 
 
 class _Modules:
     def __init__(self, recording: Recording, model: Model) -> None:
         self.recording, self.config, self.numerics = recording, recording.config, model.numerics
         self.graphdef, self.state = nnx.split(model)
+        self.draft = None if model.draft is None else nnx.split(model.draft)
 
     def cache_after(self, step: str | None) -> Cache | None:
         """The recorded caches as ours; None if the trace lacks any of them."""
@@ -122,7 +128,6 @@ class _Modules:
             window_LBWH=jnp.asarray(np.stack([w for w in windows if w is not None])),
             pools=jax.tree.map(jnp.asarray, pools),
             ngram_BE=ngram,
-            host_length=None,
         )
 
     def replay(self, step: str, cache: Cache) -> Iterator[Comparison]:
@@ -166,6 +171,27 @@ class _Modules:
             if ffn_in is not None:
                 y, gate_idx, gate_w = self._run_ffn(layer, self._in(ffn_in))
                 yield from compare_layer(recording, step, spec, {"ffn_out": y, "gate_idx": gate_idx, "gate_w": gate_w})
+
+    def replay_draft(self, step: str) -> Iterator[Comparison]:
+        """The draft stages of a step whose windows after it are recorded (they hold the step's own token)."""
+        if self.draft is None:
+            return
+        length_B = jnp.full(len(self.recording.tokens), sum(self.recording.consumed(step)), jnp.int32)
+        for stage in range(self.config.num_nextn_predict_layers):
+            get = functools.partial(self.recording.get, step, f"M{stage}")
+            inputs = [get(name) for name in ("attn_in", "ffn_in", "window_kv_cache")]
+            if any(a is None for a in inputs):
+                continue
+            attn_in, ffn_in, window = (self._in(a) for a in inputs if a is not None)
+            graphdef, state = self.draft
+            arrays = (stage, attn_in, ffn_in, window[None], length_B)
+            made = _draft_stage(graphdef, self.config, self.numerics, state, *arrays)
+            for name in ("attn_q", "attn_o", "attn_out", "ffn_out"):
+                if (reference := get(name)) is not None:
+                    yield Comparison(f"draft {name}", step, stage, relative_errors(as_f32(made[name]), reference))
+            if (reference := get("gate_idx")) is not None:
+                equal = np.asarray(made["gate_idx"]).reshape(reference.shape) == reference
+                yield Comparison("draft gate_idx", step, stage, equal=equal)
 
     def _residual(self, step: str, spec: LayerSpec, start: np.ndarray | None) -> Iterator[Comparison]:
         """The hyper-connections of a layer, with the recorded outputs of its sub-layers put in."""
@@ -269,3 +295,22 @@ def _engram(graphdef: Any, state: Any, slot: int, tokens: Any, cache: Cache, x_B
     walk, _ = model._walk(tokens, cache, step, frozenset())
     module, table = take_layer(model.engram, slot), model.engram_tables[slot]
     return module(x_BTSD, walk.engram_rows[slot], table, step.image_BT, model.config, model.numerics)
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1, 2))
+def _draft_stage(
+    graphdef: Any,
+    config: ModelConfig,
+    numerics: Numerics,
+    state: Any,
+    stage: Any,
+    attn_in: Any,
+    ffn_in: Any,
+    window_LBWH: Any,
+    length_B: Any,
+) -> dict[str, Any]:
+    block = take_layer(nnx.merge(graphdef, state).stages, stage)
+    history_BWH = window_history(window_LBWH, 0, length_B)
+    attn_out, seen = attend_draft(block.attn, attn_in, history_BWH, length_B, config, numerics)
+    ffn_out, gate_idx, _ = block.ffn(ffn_in, stage, None, config, numerics)
+    return seen | {"attn_out": attn_out, "ffn_out": ffn_out, "gate_idx": gate_idx}

@@ -37,8 +37,8 @@ class Pool:
 class Cache:
     """Everything a sequence leaves behind; consumed (donated) and returned by every call that takes it.
 
-    The host keeps a mirror of the lengths in `host_length`, so that a call that would overrun `max_length` is refused before it
-    starts, without waiting for the device. The mirror is not part of the pytree and is read back once where it got lost.
+    The host keeps a mirror of the lengths, so that a call that would overrun `max_length` is refused before it starts, without
+    waiting for the device. The mirror is not part of the pytree, and where it got lost the lengths are read back once.
     """
 
     length_B: jax.Array  # tokens consumed
@@ -48,7 +48,7 @@ class Cache:
     draft_window_LBWH: jax.Array | None  # the same for the draft stages
     pools: dict[str, Pool]  # by ratio: "m2", "m1"
     max_length: int  # static
-    host_length: np.ndarray | None = None
+    mirror: tuple[jax.Array, np.ndarray] | None = None  # `length_B` and what it holds, on the host
 
     def tree_flatten(self) -> tuple[tuple[Any, ...], int]:
         """Arrays are leaves, `max_length` is static, the host's mirror stays behind."""
@@ -61,7 +61,13 @@ class Cache:
 
     def lengths(self) -> np.ndarray:
         """Tokens consumed per row, on the host."""
-        return np.asarray(self.length_B) if self.host_length is None else self.host_length
+        if self.mirror is not None and self.mirror[0] is self.length_B:
+            return self.mirror[1].copy()
+        return np.asarray(self.length_B).astype(np.int64)
+
+    def with_mirror(self, lengths: np.ndarray) -> Cache:
+        """The same cache, knowing on the host that `length_B` holds `lengths`."""
+        return dataclasses.replace(self, mirror=(self.length_B, lengths))
 
 
 _CACHE_LEAVES = ("length_B", "decoder_from_B", "ngram_BE", "window_LBWH", "draft_window_LBWH", "pools")
@@ -134,9 +140,8 @@ def init_cache(
         window_LBWH=windows(config.num_hidden_layers),
         draft_window_LBWH=windows(config.num_nextn_predict_layers) if draft else None,
         pools=make_pools(config, batch, max_length, dtype),
-        host_length=np.zeros(batch, np.int64),
         max_length=max_length,
-    )
+    ).with_mirror(np.zeros(batch, np.int64))
 
 
 def positive(name: str, value: Any) -> int:

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
 RELEASED_VOCABULARY = 129280
+_CONTEXT = 8  # tokens kept before the one whose text is wanted
 
 
 def tokenizer_file(directory: str | os.PathLike[str], config: ModelConfig) -> Path | None:
@@ -36,9 +37,7 @@ def find_tokenizer(directory: str | os.PathLike[str], config: ModelConfig) -> To
     path = tokenizer_file(directory, config)
     if path is None:
         return None
-    from tokenizers import Tokenizer
-
-    tokenizer = Tokenizer.from_file(str(path))
+    tokenizer = read_tokenizer(path)
     tokens = tokenizer.get_vocab_size(with_added_tokens=True)
     if tokens > config.vocab_size:
         raise ValueError(
@@ -47,22 +46,41 @@ def find_tokenizer(directory: str | os.PathLike[str], config: ModelConfig) -> To
     return tokenizer
 
 
+def read_tokenizer(path: Path) -> Tokenizer:
+    """The tokenizer in a tokenizer.json; ValueError naming the file if it is not one."""
+    from tokenizers import Tokenizer
+
+    try:
+        return Tokenizer.from_file(str(path))
+    except Exception as error:  # the library raises bare Exception
+        raise ValueError(f"{path} is not a tokenizer: {error}") from None
+
+
 class TextStream:
     """Ids in, text out as soon as it is certain: a character split over tokens waits for its last byte."""
 
     def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int] = ()) -> None:
-        # A token's text may depend on the one before it (leading spaces), so decoding starts a little earlier.
-        self._tokenizer, self._ids = tokenizer, list(prompt[-8:])
-        self._shown = len(self._decode())
+        self._tokenizer, self._ids = tokenizer, list(prompt)
+        self._restart()
 
     def add(self, token: int) -> str:
         """The text that `token` makes certain, possibly empty."""
         self._ids.append(token)
-        return self._take(self._decode().rstrip("\ufffd"))
+        text = self._decode()
+        certain = text.rstrip("\ufffd")
+        new = self._take(certain)
+        if certain == text and len(self._ids) > 4 * _CONTEXT:
+            self._restart()
+        return new
 
     def finish(self) -> str:
         """Whatever was held back."""
         return self._take(self._decode())
+
+    def _restart(self) -> None:
+        # A token's text may depend on the ones before it (leading spaces, split characters), so a few are kept.
+        self._ids = self._ids[-_CONTEXT:]
+        self._shown = len(self._decode().rstrip("\ufffd"))
 
     def _take(self, text: str) -> str:
         new = text[self._shown :]

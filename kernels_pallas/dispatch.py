@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal
+from typing import Any
 
 import jax
 
-Implementation = Literal["xla"]
 _LOGGER = logging.getLogger(__name__)
 
 # Best first. Hardware kernels join their backend's list once they are proven there.

@@ -19,9 +19,7 @@ def _abstract_step(
     """The arguments of a jitted step over abstract weights: nothing is allocated."""
     model = nnx.eval_shape(lambda: Model(config, numerics=numerics))
     bound = Bound.of(model)
-    cache = dataclasses.replace(
-        jax.eval_shape(lambda: init_cache(config, 1, max_length, "f32", draft=draft)), host_length=None
-    )
+    cache = jax.eval_shape(lambda: init_cache(config, 1, max_length, "f32", draft=draft))
     feed_def, feed_state = bound.feed if draft and bound.feed is not None else (None, None)
     shapes = (jax.ShapeDtypeStruct((1, tokens), np.int32), cache, jax.ShapeDtypeStruct((1,), np.int32))
     return (bound.structure, feed_def, bound.state, feed_state, *shapes)

@@ -81,6 +81,7 @@ def test_attention_equals_one_softmax_over_window_pool_and_sink(
         np.testing.assert_allclose(lse[b], expected[1], rtol=2e-5, atol=2e-6)
 
 
+@pytest.mark.smoke
 def test_attention_reads_exactly_what_a_hand_made_pattern_allows() -> None:
     """Every row is a unit vector of its own and all scores are 0, so the output says who was read, and how often."""
     rows, first = np.zeros((1, 5, 12), np.float32), np.array([[2, 0, 4]], np.int32)

@@ -32,7 +32,7 @@ def test_init_is_reproducible_and_refuses_quantised_storage(config, model):
     weight = np.asarray(model.layers.attn.wq_a.weight[...])
     assert weight.shape == (8, 64, 64)
     assert 0.018 < weight.std() < 0.022
-    make = ParamFactory(jnp.dtype("bfloat16"), True, jax.random.key(0))
+    make = ParamFactory(jnp.dtype("bfloat16"), True, key=jax.random.key(0))
     with pytest.raises(ValueError, match="cannot be initialised at random"):
         Linear(4, 32, make, storage="fp8")
 

@@ -74,7 +74,6 @@ def inputs(batch: int, tokens: int, seed: int = 0) -> np.ndarray:
     return np.random.default_rng(seed).standard_normal((batch, tokens, 64)).astype(np.float32) * rc.FFN_GAIN
 
 
-@pytest.mark.smoke
 @pytest.mark.parametrize("tokens", [1, 3, 50])
 @pytest.mark.parametrize("experts_per_token", [1, 2])
 def test_moe_equals_the_oracle(experts_per_token: int, tokens: int) -> None:
@@ -130,6 +129,7 @@ def gate(experts: int, weight: Any = None, bias: Any = None, bias_vl: Any = None
     return module
 
 
+@pytest.mark.smoke
 def test_gate_gives_ties_to_the_lowest_expert() -> None:
     index, weight = gate(7)(jnp.ones((2, 4)), None, 3, 1.5)
     np.testing.assert_array_equal(index, [[0, 1, 2]] * 2)
@@ -187,6 +187,7 @@ def expected_slopes(g: np.ndarray, u: np.ndarray) -> tuple[np.ndarray, np.ndarra
     return slope * np.clip(u, -LIMIT, LIMIT), np.where(np.abs(u) < LIMIT, silu(np.minimum(g, LIMIT)), 0)
 
 
+@pytest.mark.smoke
 def test_swiglu_clamps_value_and_gradient_at_50() -> None:
     g, u = jnp.asarray(GATE, F32), jnp.asarray(UP, F32)
     np.testing.assert_allclose(swiglu(g, u, None, LIMIT, NUMERICS), expected_h(GATE, UP), rtol=1e-5)

@@ -72,8 +72,10 @@ def main(
         )
 
     from csa2_jax.checkpoint import load_checkpoint
-    from csa2_jax.generation import generate
+    from csa2_jax.generation import check_request, generate
 
+    # Before the weights are read, which may take a while.
+    check_request(config, [ids], max_new_tokens=max_new_tokens, temperature=temperature, seed=seed, chunk=chunk)
     started = time.perf_counter()
     loaded = load_checkpoint(model, compute_dtype=compute_dtype, fake_quant=fake_quant, weights=weights)
     ready = time.perf_counter()
@@ -102,12 +104,13 @@ def main(
 
 
 def _parse_ids(text: str) -> list[int]:
-    words = text.replace(",", " ").split()
-    try:
-        return [int(word) for word in words]
-    except ValueError:
-        bad = next(word for word in words if not word.lstrip("-").isdigit())
-        raise ValueError(f"--prompt-ids: {bad!r} is not a token id; give whole numbers such as 3,14,15") from None
+    ids = []
+    for word in text.replace(",", " ").split():
+        try:
+            ids.append(int(word))
+        except ValueError:
+            raise ValueError(f"--prompt-ids: {word!r} is not a token id; give whole numbers such as 3,14,15") from None
+    return ids
 
 
 def _write(text: str) -> None:

@@ -42,6 +42,8 @@ def compress(
         raise ValueError(f"{ratio=} must be at least 1")
     if c_BTH.ndim != 3 or z_BTH.shape != c_BTH.shape:
         raise ValueError(f"{c_BTH.shape=} and {z_BTH.shape=} must both be [B, T, H]")
+    if phase_B.shape != c_BTH.shape[:1] or count_B.shape != c_BTH.shape[:1]:
+        raise ValueError(f"{phase_B.shape=} and {count_B.shape=} must be [B] to match {c_BTH.shape=}")
     half = (c_BTH.shape[0], ratio - 1, c_BTH.shape[2])
     if c_half_BMH.shape != half or z_half_BMH.shape != half:
         raise ValueError(f"{c_half_BMH.shape=} and {z_half_BMH.shape=} must be [B, ratio - 1, H] = {list(half)}")

@@ -53,6 +53,8 @@ def index_select(
         raise ValueError(f"{topk=} must be at least 1")
     if (make_candidates or candidates_BTC is not None) and block_size < 1:
         raise ValueError(f"{block_size=} must be at least 1 when candidates are made or obeyed")
+    if candidates_BTC is not None and (candidates_BTC.ndim != 3 or candidates_BTC.shape[:2] != q_BTIJ.shape[:2]):
+        raise ValueError(f"{candidates_BTC.shape=} must be [B, T, C] to match {q_BTIJ.shape=}")
     if make_candidates and candidates_BTC is not None:
         raise ValueError("one call either makes candidates or obeys them")
     q_BTIJ, w_BTI, keys_GBPJ = (jax.lax.stop_gradient(jnp.asarray(a)) for a in (q_BTIJ, w_BTI, keys_GBPJ))

@@ -50,6 +50,8 @@ def sparse_attention(
         raise ValueError(f"{window_BSH.shape=} must hold at least the {q_BTNH.shape[1]} rows of {q_BTNH.shape=}")
     if first_BT.shape != q_BTNH.shape[:2] or sink_N.shape != q_BTNH.shape[2:3]:
         raise ValueError(f"{first_BT.shape=} must be [B, T] and {sink_N.shape=} [N] to match {q_BTNH.shape=}")
+    if window < 1:
+        raise ValueError(f"{window=} must be at least 1")
     if (pool_GBPH is None) != (selection_BTK is None):
         raise ValueError("a pool and a selection come together")
     if pool_GBPH is not None and selection_BTK is not None:

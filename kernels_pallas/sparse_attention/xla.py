@@ -78,14 +78,17 @@ def _attend(
         picked = jnp.swapaxes(_dot("btkh,btnh->btkn", picked_BTKH, q_BTNH), 2, 3) * scale
         scores.append(_masked(picked, (selection_BTK >= 0)[:, :, None, :]))
     peak = functools.reduce(jnp.maximum, [jnp.max(s, axis=-1) for s in scores])
-    peak = lax.stop_gradient(jnp.where(peak == -jnp.inf, 0.0, peak))  # no entries: any finite M gives o = 0
+    # A query without entries gets 0: its sink is left out, so that no value of it makes 0 / 0, here or in the gradient.
+    empty = peak == -jnp.inf
+    peak = lax.stop_gradient(jnp.where(empty, 0.0, peak))
     weights = [jnp.exp(s - peak[..., None]) for s in scores]
     total = functools.reduce(jnp.add, [jnp.sum(w, axis=-1) for w in weights])
     numerator = _dot("btns,bsh->btnh", _round(weights[0], q_BTNH.dtype), keys_BSH)
     if len(weights) == 2:
         numerator += _dot("btnk,btkh->btnh", _round(weights[1], q_BTNH.dtype), picked_BTKH)
-    sink = sink_N.astype(jnp.float32)
-    o_BTNH = numerator / (total + jnp.exp(sink - peak))[..., None]
+    sink = jnp.broadcast_to(sink_N.astype(jnp.float32), peak.shape)
+    o_BTNH = numerator / (total + jnp.exp(jnp.where(empty, 0.0, sink) - peak))[..., None]
+    peak = jnp.where(empty, sink, peak)
     ceiling = jnp.maximum(peak, sink)
     lse_BTN = ceiling + jnp.log(total * jnp.exp(peak - ceiling) + jnp.exp(sink - ceiling))
     return _round(o_BTNH, q_BTNH.dtype), lse_BTN
