@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import json
+import math
 import os
 from collections.abc import Mapping
 from pathlib import Path
@@ -38,7 +39,7 @@ _FIXED_QUANTIZATION = {
     "scale_fmt": "ue8m0",
     "expert_dtype": "fp4",
 }
-# Fields that never change the forward; carried through to_hf untouched.
+# Fields that never change the forward; carried through to_hf untouched. (`dtype` says how plain tensors are stored.)
 _INERT = {
     "architectures",
     "auto_map",
@@ -262,12 +263,14 @@ def _from_mapping(cls: type[ModelConfig], data: Mapping[str, Any], where: str) -
     values["rope_scaling"] = _rope_scaling(text.get("rope_scaling"), where)
     quantization = data.get("quantization_config")
     if quantization is not None:
+        _require_object(quantization, "quantization_config", where)
         _sort_fields(quantization, set(_FIXED_QUANTIZATION), _FIXED_QUANTIZATION, "quantization_config", inert, where)
         if missing := sorted(set(_FIXED_QUANTIZATION) - set(quantization)):
             raise ValueError(f"{where}: quantization_config lacks {missing}")
     values["quantized"] = quantization is not None
     vision = sections["vision_config"]
     if vision is not None:
+        _require_object(vision, "vision_config", where)
         names = {f.name for f in dataclasses.fields(VisionConfig)}
         _sort_fields(
             vision, names | {"model_type"}, {"model_type": "deepseek_v41_vision"}, "vision_config", inert, where
@@ -280,6 +283,11 @@ def _from_mapping(cls: type[ModelConfig], data: Mapping[str, Any], where: str) -
         return cls(**values)
     except ValueError as error:
         raise ValueError(f"{where}: {error}") from None
+
+
+def _require_object(data: Any, section: str, where: str) -> None:
+    if not isinstance(data, Mapping):
+        raise ValueError(f"{where}: {section}={data!r} must be an object")
 
 
 def _sort_fields(
@@ -306,9 +314,14 @@ def _sort_fields(
             )
 
 
-def _rope_scaling(data: Mapping[str, Any] | None, where: str) -> RopeScaling | None:
+def _rope_scaling(data: Any, where: str) -> RopeScaling | None:
     if data is None:
         return None
+    _require_object(data, "text_config.rope_scaling", where)
+    if "rope_type" in data and data.get("type", data["rope_type"]) != data["rope_type"]:
+        raise ValueError(
+            f"{where}: text_config.rope_scaling has rope_type={data['rope_type']!r} and type={data['type']!r}"
+        )
     names = {f.name for f in dataclasses.fields(RopeScaling)}
     kind = data.get("rope_type", data.get("type"))
     if kind != "yarn":
@@ -338,8 +351,12 @@ def _validate(c: ModelConfig) -> None:
         raise ValueError(f"num_attention_heads={c.num_attention_heads} must be a multiple of o_groups={c.o_groups}")
     if c.num_experts_per_tok > c.n_routed_experts:
         raise ValueError(f"num_experts_per_tok={c.num_experts_per_tok} exceeds n_routed_experts={c.n_routed_experts}")
-    if c.rope_scaling is not None and c.rope_scaling.factor <= 0:
-        raise ValueError(f"rope_scaling.factor={c.rope_scaling.factor} must be positive")
+    for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
+        if not 0 <= getattr(c, name) < c.vocab_size:
+            raise ValueError(f"{name}={getattr(c, name)} must be a token id below vocab_size={c.vocab_size}")
+    if c.vision is not None:
+        _check_types(c.vision, "vision_config.")
+    _validate_rope(c)
     expected = c.num_hidden_layers + c.num_nextn_predict_layers
     if len(c.compress_ratios) != expected:
         raise ValueError(
@@ -368,20 +385,41 @@ def _validate(c: ModelConfig) -> None:
     _validate_dspark(c)
 
 
-def _check_types(c: ModelConfig) -> None:
+def _check_types(record: Any, prefix: str = "") -> None:
     """JSON lets any type through; a string or a float where a count belongs would fail far from its cause."""
-    for field in dataclasses.fields(c):
-        value, kind = getattr(c, field.name), str(field.type)
-        if kind == "int" and (not isinstance(value, int) or isinstance(value, bool)):
-            raise ValueError(f"{field.name}={value!r} must be an integer")
-        if kind == "int | None" and value is not None and (not isinstance(value, int) or isinstance(value, bool)):
-            raise ValueError(f"{field.name}={value!r} must be an integer or null")
-        if kind == "float" and (not isinstance(value, int | float) or isinstance(value, bool)):
-            raise ValueError(f"{field.name}={value!r} must be a number")
+    for field in dataclasses.fields(record):
+        value, kind, name = getattr(record, field.name), str(field.type), f"{prefix}{field.name}"
+        if value is None and kind.endswith("| None"):
+            continue
+        whole = isinstance(value, int) and not isinstance(value, bool)
+        if kind.startswith("int") and not whole:
+            raise ValueError(f"{name}={value!r} must be an integer")
+        if kind.startswith("float") and not (
+            (whole or isinstance(value, float)) and math.isfinite(value) and value >= 0
+        ):
+            raise ValueError(f"{name}={value!r} must be a finite number, not negative")
         if kind.startswith("tuple[int") and (
             not isinstance(value, tuple) or not all(isinstance(v, int) and not isinstance(v, bool) for v in value)
         ):
-            raise ValueError(f"{field.name}={value!r} must be a list of integers")
+            raise ValueError(f"{name}={value!r} must be a list of integers")
+
+
+def _validate_rope(c: ModelConfig) -> None:
+    for name in ("rope_theta", "compress_rope_theta"):
+        if getattr(c, name) <= 1:
+            raise ValueError(f"{name}={getattr(c, name)} must be greater than 1")
+    yarn = c.rope_scaling
+    if yarn is None:
+        return
+    if not isinstance(yarn, RopeScaling):
+        raise ValueError(f"rope_scaling={yarn!r} must be a RopeScaling")
+    _check_types(yarn, "rope_scaling.")
+    for name in ("factor", "beta_fast", "beta_slow"):
+        if getattr(yarn, name) <= 0:
+            raise ValueError(f"rope_scaling.{name}={getattr(yarn, name)} must be positive")
+    if yarn.original_max_position_embeddings < 0:
+        length = yarn.original_max_position_embeddings
+        raise ValueError(f"rope_scaling.original_max_position_embeddings={length} must be 0 (YaRN off) or a length")
 
 
 def _validate_engram(c: ModelConfig) -> None:

@@ -6,6 +6,9 @@
     J index width      G output groups              O output rank             F expert width
     X experts          V vocabulary                 S residual streams        L layers stacked for a scan
 
+Letters outside the key (E new entries, Q draft targets, R kept rows, U a joined sequence, Y table rows of a token) are lengths
+local to the function that uses them; its docstring says what they count. G also stacks pools, S also counts window rows.
+
 A lower-case `p`, `t` or `k` in prose is one pool entry, one absolute token position, one selected entry.
 Logical axis names (the strings below) are what sharding rules speak about; they name the same dimensions.
 """
