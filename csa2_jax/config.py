@@ -388,7 +388,8 @@ def _validate(c: ModelConfig) -> None:
 def _check_types(record: Any, prefix: str = "") -> None:
     """JSON lets any type through; a string or a float where a count belongs would fail far from its cause."""
     for field in dataclasses.fields(record):
-        value, kind, name = getattr(record, field.name), str(field.type), f"{prefix}{field.name}"
+        value: Any = getattr(record, field.name)
+        kind, name = str(field.type), f"{prefix}{field.name}"
         if value is None and kind.endswith("| None"):
             continue
         whole = isinstance(value, int) and not isinstance(value, bool)
