@@ -395,9 +395,8 @@ def _check_types(record: Any, prefix: str = "") -> None:
         whole = isinstance(value, int) and not isinstance(value, bool)
         if kind.startswith("int") and not whole:
             raise ValueError(f"{name}={value!r} must be an integer")
-        if kind.startswith("float") and not (
-            (whole or isinstance(value, float)) and math.isfinite(value) and value >= 0
-        ):
+        finite = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value) and value >= 0
+        if kind.startswith("float") and not finite:
             raise ValueError(f"{name}={value!r} must be a finite number, not negative")
         if kind.startswith("tuple[int") and (
             not isinstance(value, tuple) or not all(isinstance(v, int) and not isinstance(v, bool) for v in value)

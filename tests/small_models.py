@@ -24,19 +24,19 @@ from tests.golden_sets import materialise
 from tests.oracle import OracleModel
 
 BATCH = 8
-# Three compression ratios, a group of window-only layers, a REINDEX layer with candidates, Engram in the decoder.
+# Three compression ratios, a REUSE and a REINDEX layer with candidates, Engram below everything and in the decoder.
 RATIOS_KNOBS: dict[str, Any] = {
     "swa_layers": 1,
     "encoder_ratios": (3, 4),
-    "encoder_extra": "U",
-    "decoder_extra": "I",
+    "encoder_extra": "",
+    "decoder_extra": "UI",
     "sliding_window": 5,
     "index_topk": 2,
     "index_n_heads": 4,
     "candidates": True,
     "candidate_block_size": 3,
     "candidate_spare_blocks": 0,
-    "engram_layers": (0, 5),
+    "engram_layers": (0, 4),
     "draft_stages": 1,
     "n_routed_experts": 4,
     "num_experts_per_tok": 2,

@@ -74,8 +74,7 @@ def inputs(batch: int, tokens: int, seed: int = 0) -> np.ndarray:
     return np.random.default_rng(seed).standard_normal((batch, tokens, 64)).astype(np.float32) * rc.FFN_GAIN
 
 
-@pytest.mark.parametrize("tokens", [1, 3, 50])
-@pytest.mark.parametrize("experts_per_token", [1, 2])
+@pytest.mark.parametrize(("experts_per_token", "tokens"), [(1, 2), (1, 50), (2, 1), (2, 50)])
 def test_moe_equals_the_oracle(experts_per_token: int, tokens: int) -> None:
     """Few tokens read their experts one by one, many are sorted by expert; a single expert's weight is not normalised."""
     x = inputs(1, tokens)
