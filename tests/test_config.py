@@ -112,6 +112,45 @@ def test_config_keeps_inert_fields_in_place() -> None:
         pytest.param(text(hidden_size=True), ["hidden_size=True", "integer"], id="bool"),
         pytest.param(text(compress_ratios=[0, "2"]), ["compress_ratios", "list of integers"], id="list_of_strings"),
         pytest.param(text(rms_norm_eps="1e-20"), ["rms_norm_eps='1e-20'", "number"], id="eps_string"),
+        pytest.param(text(hc_eps=-1.0), ["hc_eps=-1.0", "not negative"], id="eps_negative"),
+        pytest.param(text(rope_theta=float("nan")), ["rope_theta=nan", "finite"], id="theta_nan"),
+        pytest.param(text(compress_rope_theta=1.0), ["compress_rope_theta=1.0", "greater than 1"], id="theta_one"),
+        pytest.param(text(rope_scaling="yarn"), ["rope_scaling='yarn'", "object"], id="rope_string"),
+        pytest.param(
+            text(rope_scaling={"rope_type": "yarn", "factor": "16", "original_max_position_embeddings": 32}),
+            ["rope_scaling.factor='16'", "number"],
+            id="rope_factor_string",
+        ),
+        pytest.param(
+            text(
+                rope_scaling={"rope_type": "yarn", "factor": 4, "original_max_position_embeddings": 32, "beta_fast": 0}
+            ),
+            ["rope_scaling.beta_fast=0", "positive"],
+            id="rope_beta",
+        ),
+        pytest.param(
+            text(rope_scaling={"rope_type": "yarn", "factor": 4, "original_max_position_embeddings": -5}),
+            ["original_max_position_embeddings=-5"],
+            id="rope_original",
+        ),
+        pytest.param(
+            text(
+                rope_scaling={"rope_type": "yarn", "type": "linear", "factor": 4, "original_max_position_embeddings": 8}
+            ),
+            ["rope_type='yarn'", "type='linear'"],
+            id="rope_types_differ",
+        ),
+        pytest.param(lambda d: d.update(quantization_config="fp8"), ["quantization_config='fp8'"], id="quant_string"),
+        pytest.param(lambda d: d.update(vision_config=[1]), ["vision_config=[1]"], id="vision_list"),
+        pytest.param(
+            lambda d: d["vision_config"].update(num_hidden_layers="3"), ["num_hidden_layers='3'"], id="vision_type"
+        ),
+        pytest.param(lambda d: d.update(eos_token_id=10**9), ["eos_token_id=1000000000", "256"], id="eos"),
+        pytest.param(
+            text(engram_vocab_size=2**25 - 1, engram_num_embeddings=[201326972, 201327560]),
+            ["engram_vocab_size=33554431", "2**25"],
+            id="engram_primes_too_large",
+        ),
         pytest.param(text(hidden_size=0), ["hidden_size=0", "at least 1"], id="zero"),
         pytest.param(text(qk_rope_head_dim=15), ["qk_rope_head_dim=15", "even"], id="odd_rope"),
         pytest.param(text(qk_rope_head_dim=128), ["qk_rope_head_dim=128", "head_dim=64"], id="wide_rope"),

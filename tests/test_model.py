@@ -94,6 +94,55 @@ def test_quantised_linear_passes_gradients_straight_through():
         np.testing.assert_array_equal(g, np.zeros((3, 64)) + np.eye(3)[:, 1:2] * np.asarray(plain)[5])
 
 
+def test_operands_are_rounded_whatever_holds_the_weights():
+    # Dequantising the weights must not change what is computed: the rounding of the operand belongs to the model.
+    directory, tokens = materialise("tiny8_fp8"), np.arange(16)[None] * 7
+    stored, plain = (
+        np.asarray(forward(load_checkpoint(directory, compute_dtype="float32", weights=w), tokens).logits)
+        for w in ("stored", "float32")
+    )
+    error = np.linalg.norm(plain - stored, axis=-1) / np.linalg.norm(stored, axis=-1)
+    assert np.median(error) < 1e-5
+    without = load_checkpoint(directory, compute_dtype="float32", weights="float32", fake_quant=False)
+    assert np.median(np.abs(np.asarray(forward(without, tokens).logits) - stored)) > 1e-3
+
+
+def test_forward_inside_a_users_jit(model):
+    tokens = np.arange(16)[None] * 5
+    doubled = jax.jit(lambda scale: forward(model, tokens).logits * scale)(2.0)
+    np.testing.assert_allclose(doubled, 2 * np.asarray(forward(model, tokens).logits), rtol=1e-6)
+    with pytest.raises(ValueError, match=r"tokens is traced.*call the model itself"):
+        jax.jit(lambda t: forward(model, t).logits)(jnp.asarray(tokens))
+    with pytest.raises(ValueError, match=r"the cache is traced.*call the model itself"):
+        jax.jit(lambda cache: forward(model, tokens, cache)[0].logits)(init_cache(model.config, 1, 32))
+
+
+@pytest.mark.parametrize(
+    ("tokens", "words"),
+    [
+        ([[1, 2], [3]], "must be rectangular"),
+        ([1, 2, 3], r"must be \[B, T\]"),
+        ([[1.0, 2.0]], "must be integers, found float64"),
+        ([[True]], "must be integers, found bool"),
+        (np.zeros((1, 0), int), "at least one row and one token"),
+        ([[2**40]], f"token id {2**40} at row 0, position 0"),
+        (np.zeros((1, 97), int), "97 tokens exceed max_position_embeddings=96"),
+    ],
+)
+def test_forward_refuses_tokens_that_are_none(model, tokens, words):
+    with pytest.raises(ValueError, match=words):
+        forward(model, tokens)
+
+
+def test_lengths_follow_the_cache_they_belong_to(config):
+    cache = init_cache(config, 1, 32)
+    cache.lengths()[0] = 31  # a copy
+    assert cache.lengths().tolist() == [0]
+    moved = dataclasses.replace(cache, length_B=jnp.array([14], jnp.int32))
+    assert moved.lengths().tolist() == [14]
+    assert jax.tree.map(lambda a: a, moved).lengths().tolist() == [14]
+
+
 def test_bound_model_gives_the_numbers_of_the_model(model):
     tokens = np.arange(16)[None] * 5
     np.testing.assert_array_equal(forward(model, tokens).logits, forward(Bound.of(model), tokens).logits)
