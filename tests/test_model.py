@@ -110,7 +110,7 @@ def test_operands_are_rounded_whatever_holds_the_weights():
 def test_forward_inside_a_users_jit(model):
     tokens = np.arange(16)[None] * 5
     doubled = jax.jit(lambda scale: forward(model, tokens).logits * scale)(2.0)
-    np.testing.assert_allclose(doubled, 2 * np.asarray(forward(model, tokens).logits), rtol=1e-6)
+    np.testing.assert_allclose(doubled, 2 * np.asarray(forward(model, tokens).logits), atol=1e-5)
     with pytest.raises(ValueError, match=r"tokens is traced.*call the model itself"):
         jax.jit(lambda t: forward(model, t).logits)(jnp.asarray(tokens))
     with pytest.raises(ValueError, match=r"the cache is traced.*call the model itself"):
@@ -176,7 +176,7 @@ def test_text_of_a_multimodal_checkpoint_runs_and_an_image_is_refused():
 
 def test_caches_are_refused_with_reasons(config):
     for arguments, words in (
-        ({"batch": 0, "max_length": 8}, "must be at least 1"),
+        ({"batch": 0, "max_length": 8}, "batch=0 must be a whole number"),
         ({"batch": 1, "max_length": 97}, "exceeds max_position_embeddings=96"),
         ({"batch": 1, "max_length": 8, "storage": "fp16"}, "must be one of"),
     ):
