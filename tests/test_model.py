@@ -103,8 +103,11 @@ def test_operands_are_rounded_whatever_holds_the_weights():
     )
     error = np.linalg.norm(plain - stored, axis=-1) / np.linalg.norm(stored, axis=-1)
     assert np.median(error) < 1e-5
-    without = load_checkpoint(directory, compute_dtype="float32", weights="float32", fake_quant=False)
-    assert np.median(np.abs(np.asarray(forward(without, tokens).logits) - stored)) > 1e-3
+    # Without the rounding the same weights compute something else, so the comparison above could fail.
+    x = np.random.default_rng(0).standard_normal((3, 64)).astype(np.float32)
+    weight = np.eye(64, dtype=np.float32)
+    rounded, exact = (linear(x, weight, None, Numerics("float32", True), flag) for flag in (True, False))
+    assert np.abs(np.asarray(rounded) - np.asarray(exact)).max() > 1e-3
 
 
 def test_forward_inside_a_users_jit(model):

@@ -41,6 +41,7 @@ MODULES = {
     "index_idx",
     "engram_h",
 }
+DRAFTED = {"draft attn_q", "draft attn_o", "draft attn_out", "draft ffn_out", "draft gate_idx"}
 
 
 def _load(name: str):
