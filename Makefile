@@ -43,10 +43,10 @@ format: $(READY)
 	$(BIN)/ruff format .
 
 test: lint
-	JAX_PLATFORMS=$${JAX_PLATFORMS:-cpu} $(BIN)/python -m pytest -n 2 $(PYTEST_ARGS)
+	JAX_PLATFORMS=$${JAX_PLATFORMS:-cpu} $(BIN)/python -m pytest -n 2 --dist worksteal $(PYTEST_ARGS)
 
 smoke: $(READY)
-	JAX_PLATFORMS=$${JAX_PLATFORMS:-cpu} $(BIN)/python -m pytest -n 2 -m smoke $(PYTEST_ARGS)
+	JAX_PLATFORMS=$${JAX_PLATFORMS:-cpu} $(BIN)/python -m pytest -n 2 --dist worksteal -m smoke $(PYTEST_ARGS)
 
 demo: $(READY)
 	@mkdir -p build
