@@ -5,12 +5,25 @@
     sparse_attention  one softmax over a query's window and its selected pool entries, with a per-head sink
 
 No configuration, no layer mode, no Flax here. Every door validates its arguments once and hands them to an implementation:
-`implementation="xla"` names one (it works or raises), `None` takes the best the backend has.
+"xla" (exact reference, the CPU path), "pallas_tpu" or "pallas_gpu". `implementation=NAME` takes that one or raises, None takes
+the best that is proven on the backend (`dispatch`). `interpret=True` runs a Pallas implementation on a CPU, for tests.
+Number formats and packed storage are in `formats` and `storage`.
 """
 
+from kernels_pallas import formats, storage
 from kernels_pallas.compress import compress
 from kernels_pallas.dispatch import Unsupported
 from kernels_pallas.index_select import index_scores, index_select
 from kernels_pallas.sparse_attention import sparse_attention
+from kernels_pallas.storage import Packed
 
-__all__ = ["Unsupported", "compress", "index_scores", "index_select", "sparse_attention"]
+__all__ = [
+    "Packed",
+    "Unsupported",
+    "compress",
+    "formats",
+    "index_scores",
+    "index_select",
+    "sparse_attention",
+    "storage",
+]

@@ -2,40 +2,91 @@
 
 from __future__ import annotations
 
+import functools
+import json
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import jax
 
 _LOGGER = logging.getLogger(__name__)
 
-# Best first. Hardware kernels join their backend's list once they are proven there.
-_ORDER: Mapping[str, Sequence[str]] = {"cpu": ("xla",), "gpu": ("xla",), "tpu": ("xla",)}
+TUNED = Path(__file__).parent / "tuned"
+IMPLEMENTATIONS = ("xla", "pallas_tpu", "pallas_gpu")
+_KERNELS = {"tpu": "pallas_tpu", "gpu": "pallas_gpu"}
 
 
 class Unsupported(NotImplementedError):
     """A capability that does not exist (yet), named with the values that asked for it."""
 
 
-def run(
-    door: str, implementation: str | None, choices: Mapping[str, Callable[..., Any]], *args: Any, **kwargs: Any
-) -> Any:
-    """Call the implementation named, or the first of the backend's list that does not refuse.
+def choose(
+    door: str, implementation: str | None, interpret: Any, choices: Mapping[str, ModuleType], *args: Any, **kwargs: Any
+) -> ModuleType:
+    """The module named, or the first of the backend's list whose `check(*args, **kwargs)` does not refuse.
 
-    Each refusal is logged with its reason; if all refuse, an ExceptionGroup carries every reason.
+    `check` looks at shapes, dtypes and static values only and raises Unsupported; on "xla" there is nothing to refuse. Refusals
+    are logged with their reason; if all refuse, an ExceptionGroup carries every reason.
     """
+    if interpret and implementation in (None, "xla"):
+        raise ValueError(f"{interpret=} needs a Pallas implementation by name, found {implementation=}")
     if implementation is not None:
         if implementation not in choices:
             raise Unsupported(f"{door} has no implementation={implementation!r}; it has {sorted(choices)}")
-        return choices[implementation](*args, **kwargs)
+        _check(choices[implementation], interpret, args, kwargs)
+        return choices[implementation]
     refusals: list[Exception] = []
-    for name in _ORDER.get(jax.default_backend(), ("xla",)):
+    for name in preferred():
         if name not in choices:
             continue
         try:
-            return choices[name](*args, **kwargs)
+            _check(choices[name], interpret, args, kwargs)
         except Unsupported as refusal:
             _LOGGER.info("%s: %s refused: %s", door, name, refusal)
             refusals.append(refusal)
+        else:
+            return choices[name]
     raise ExceptionGroup(f"no implementation of {door} accepts these arguments", refusals)
+
+
+def _check(module: ModuleType, interpret: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    check: Callable[..., None] | None = getattr(module, "check", None)
+    if check is not None:
+        check(*args, interpret=interpret, **kwargs)
+
+
+def preferred() -> tuple[str, ...]:
+    """Implementations for `implementation=None`, best first.
+
+    A kernel comes before XLA only on devices where it has been run: those with a record in `tuned/`, which
+    `benchmarks/kernels.py --record` writes after it has compared the kernels with XLA there.
+    """
+    kernels = _KERNELS.get(jax.default_backend())
+    if kernels is None:
+        return ("xla",)
+    kind = jax.devices()[0].device_kind
+    if kind in records():
+        return (kernels, "xla")
+    _say_unproven(kernels, kind)
+    return ("xla",)
+
+
+@functools.cache
+def records() -> dict[str, dict[str, Any]]:
+    """What was measured, by device kind: tile sizes and the measurement that chose them."""
+    found = [json.loads(path.read_text(encoding="utf-8")) for path in sorted(TUNED.glob("*.json"))]
+    return {record["device_kind"]: record for record in found}
+
+
+@functools.cache
+def _say_unproven(kernels: str, kind: str) -> None:
+    _LOGGER.warning(
+        "the %s kernels compile for this backend but have not been run on a %r yet, so XLA is used; name "
+        "implementation=%r to use them, or run benchmarks/kernels.py --record to prove and tune them here",
+        kernels,
+        kind,
+        kernels,
+    )

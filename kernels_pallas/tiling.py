@@ -14,9 +14,15 @@ def map_query_blocks(f: Callable[..., tuple[jax.Array, ...]], size: int, *rows: 
 
     The last block is padded with zero rows, whose results are dropped. Peak memory is that of one block.
     """
-    tokens = rows[0].shape[1]
-    if tokens <= size:
+    if rows[0].shape[1] <= size:
         return f(*rows)
+    blocks, join = cut_query_blocks(size, *rows)
+    return tuple(join(a) for a in lax.map(lambda block: f(*block), blocks))
+
+
+def cut_query_blocks(size: int, *rows: jax.Array) -> tuple[tuple[jax.Array, ...], Callable[[jax.Array], jax.Array]]:
+    """Arrays [B, T, ...] as blocks [T/size, B, size, ...] padded with zero rows, and the inverse for results."""
+    tokens = rows[0].shape[1]
     blocks = -(-tokens // size)
     size = -(-tokens // blocks)  # even blocks: the least padding for this many
 
@@ -28,4 +34,4 @@ def map_query_blocks(f: Callable[..., tuple[jax.Array, ...]], size: int, *rows: 
         a = jnp.moveaxis(a, 0, 1)
         return a.reshape(a.shape[0], blocks * size, *a.shape[3:])[:, :tokens]
 
-    return tuple(join(a) for a in lax.map(lambda block: f(*block), tuple(cut(a) for a in rows)))
+    return tuple(cut(a) for a in rows), join

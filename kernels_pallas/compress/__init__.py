@@ -8,10 +8,14 @@ Only the first `count_B` of the T rows are real. Source: arXiv 2609.19969 (CSA2 
 
 from __future__ import annotations
 
+from typing import Any
+
 from jaxtyping import Array, Float, Int
 
 from kernels_pallas import dispatch
 from kernels_pallas.compress import xla
+
+CHOICES = {"xla": xla}
 
 
 def compress(
@@ -24,6 +28,7 @@ def compress(
     *,
     ratio: int,
     implementation: str | None = None,
+    interpret: Any = False,
 ) -> tuple[Float[Array, "B E H"], Float[Array, "B M-1 H"], Float[Array, "B M-1 H"]]:
     """Pool the groups that complete in this call.
 
@@ -47,15 +52,6 @@ def compress(
     half = (c_BTH.shape[0], ratio - 1, c_BTH.shape[2])
     if c_half_BMH.shape != half or z_half_BMH.shape != half:
         raise ValueError(f"{c_half_BMH.shape=} and {z_half_BMH.shape=} must be [B, ratio - 1, H] = {list(half)}")
-    return dispatch.run(
-        "compress",
-        implementation,
-        {"xla": xla.compress},
-        c_BTH,
-        z_BTH,
-        c_half_BMH,
-        z_half_BMH,
-        phase_B,
-        count_B,
-        ratio=ratio,
-    )
+    arrays = (c_BTH, z_BTH, c_half_BMH, z_half_BMH, phase_B, count_B)
+    module = dispatch.choose("compress", implementation, interpret, CHOICES, *arrays, ratio=ratio)
+    return module.run(*arrays, ratio=ratio, interpret=interpret)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 
 
-def compress(
+def run(
     c_BTH: jax.Array,
     z_BTH: jax.Array,
     c_half_BMH: jax.Array,
@@ -15,8 +17,10 @@ def compress(
     count_B: jax.Array,
     *,
     ratio: int,
+    interpret: Any = False,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """See the door. Waiting and new rows are laid out as one sequence that starts at the open group's first token."""
+    """(entries, c_half, z_half); see the door. Waiting and new rows are laid out as one sequence that starts at the open group's first token."""
+    del interpret
     if ratio == 1:
         return c_BTH, c_half_BMH, z_half_BMH
     batch, tokens, width = c_BTH.shape

@@ -11,18 +11,24 @@ sparse indexer).
 
 from __future__ import annotations
 
+import functools
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from kernels_pallas import dispatch
-from kernels_pallas.index_select import xla
+from kernels_pallas import dispatch, storage
+from kernels_pallas.index_select import pallas_gpu, pallas_tpu, xla
+from kernels_pallas.storage import Entries
+
+CHOICES = {"xla": xla, "pallas_tpu": pallas_tpu, "pallas_gpu": pallas_gpu}
 
 
 def index_select(
     q_BTIJ: Float[Array, "B T I J"],
     w_BTI: Float[Array, "B T I"],
-    keys_GBPJ: Float[Array, "G B P J"],
+    keys_GBPJ: Entries,
     group: jax.Array | int,
     visible_BT: Int[Array, "B T"],
     *,
@@ -31,19 +37,21 @@ def index_select(
     make_candidates: int = 0,
     candidates_BTC: Int[Array, "B T C"] | None = None,
     implementation: str | None = None,
+    interpret: Any = False,
 ) -> tuple[Int[Array, "B T K"], Int[Array, "B T C"] | None]:
     """Select pool entries, optionally making or obeying candidate blocks.
 
     Args:
         q_BTIJ: index queries; their dtype (f32 or bf16) decides the rounding of the scores.
         w_BTI: signed head weights.
-        keys_GBPJ: the stacked index keys; only `[group, b]` is read, in chunks, up to the last visible entry.
+        keys_GBPJ: the stacked index keys, plain [G, B, P, J] or packed (`storage`); only `[group, b]` is read, in chunks, up to the last visible entry.
         group: which pool of the stack.
         visible_BT: int32, entries 0..visible-1 are visible to the query.
         topk: K.
         block_size: entries per candidate block; needed with either candidate argument.
         make_candidates: C > 0 also returns that many candidate blocks.
         candidates_BTC: block ids, ascending, -1 padded; only their entries are scored and selected from.
+        implementation, interpret: see `dispatch`; `interpret` runs a Pallas implementation on a CPU.
 
     Returns:
         selection_BTK int32 (width K always), and candidates_BTC int32 (ascending, -1 padded) or None.
@@ -57,42 +65,39 @@ def index_select(
         raise ValueError(f"{candidates_BTC.shape=} must be [B, T, C] to match {q_BTIJ.shape=}")
     if make_candidates and candidates_BTC is not None:
         raise ValueError("one call either makes candidates or obeys them")
-    q_BTIJ, w_BTI, keys_GBPJ = (jax.lax.stop_gradient(jnp.asarray(a)) for a in (q_BTIJ, w_BTI, keys_GBPJ))
-    visible_BT = jnp.asarray(visible_BT)
-    return dispatch.run(
-        "index_select",
-        implementation,
-        {"xla": xla.index_select},
-        q_BTIJ,
-        w_BTI,
-        keys_GBPJ,
-        group,
-        visible_BT,
-        topk=topk,
-        block_size=block_size,
-        make_candidates=make_candidates,
-        candidates_BTC=candidates_BTC,
-    )
+    q_BTIJ, w_BTI, keys_GBPJ = jax.lax.stop_gradient(jax.tree.map(jnp.asarray, (q_BTIJ, w_BTI, keys_GBPJ)))
+    visible_BT, group = jnp.asarray(visible_BT, jnp.int32), jnp.asarray(group, jnp.int32)
+    batch, tokens, entries = *visible_BT.shape, storage.shape(keys_GBPJ)[2]
+    if entries == 0:
+        none = functools.partial(jnp.full, fill_value=-1, dtype=jnp.int32)
+        return none((batch, tokens, topk)), none((batch, tokens, make_candidates)) if make_candidates else None
+    if candidates_BTC is not None and -(-entries // block_size) <= candidates_BTC.shape[2]:
+        candidates_BTC = None  # room for every block: the bound excludes nothing
+    arrays = (q_BTIJ, w_BTI, keys_GBPJ, group, visible_BT)
+    static = {"topk": topk, "block_size": block_size, "make_candidates": make_candidates}
+    static["candidates_BTC"] = candidates_BTC
+    module = dispatch.choose("index_select", implementation, interpret, CHOICES, *arrays, **static)
+    return module.run(*arrays, interpret=interpret, **static)
 
 
 def index_scores(
     q_BTIJ: Float[Array, "B T I J"],
     w_BTI: Float[Array, "B T I"],
-    keys_GBPJ: Float[Array, "G B P J"],
+    keys_GBPJ: Entries,
     group: jax.Array | int,
     visible_BT: Int[Array, "B T"],
 ) -> Float[Array, "B T P"]:
     """All scores f32 [B, T, P], -inf where not visible. Quadratic: for looking inside and for the index loss on short spans."""
     _check(q_BTIJ, w_BTI, keys_GBPJ, visible_BT)
-    q_BTIJ, w_BTI, keys_GBPJ, visible_BT = (jnp.asarray(a) for a in (q_BTIJ, w_BTI, keys_GBPJ, visible_BT))
+    q_BTIJ, w_BTI, keys_GBPJ, visible_BT = jax.tree.map(jnp.asarray, (q_BTIJ, w_BTI, keys_GBPJ, visible_BT))
     return xla.index_scores(q_BTIJ, w_BTI, keys_GBPJ, group, visible_BT)
 
 
-def _check(q_BTIJ: jax.Array, w_BTI: jax.Array, keys_GBPJ: jax.Array, visible_BT: jax.Array) -> None:
+def _check(q_BTIJ: jax.Array, w_BTI: jax.Array, keys_GBPJ: Entries, visible_BT: jax.Array) -> None:
     if q_BTIJ.ndim != 4 or w_BTI.shape != q_BTIJ.shape[:3]:
         raise ValueError(f"{q_BTIJ.shape=} must be [B, T, I, J] and {w_BTI.shape=} its [B, T, I]")
     if keys_GBPJ.ndim != 4 or keys_GBPJ.shape[1] != q_BTIJ.shape[0] or keys_GBPJ.shape[3] != q_BTIJ.shape[3]:
-        raise ValueError(f"{keys_GBPJ.shape=} must be [G, B, P, J] to match {q_BTIJ.shape=}")
+        raise ValueError(f"keys_GBPJ.shape={tuple(keys_GBPJ.shape)} must be [G, B, P, J] to match {q_BTIJ.shape=}")
     if visible_BT.shape != q_BTIJ.shape[:2]:
         raise ValueError(f"{visible_BT.shape=} must be [B, T] to match {q_BTIJ.shape=}")
     if q_BTIJ.dtype not in (jnp.float32, jnp.bfloat16):

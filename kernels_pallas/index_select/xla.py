@@ -7,11 +7,14 @@ and the cost follows the visible context: the key loop stops at the last chunk a
 from __future__ import annotations
 
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
+from kernels_pallas import storage
+from kernels_pallas.storage import Entries
 from kernels_pallas.tiling import map_query_blocks
 
 _KEY_CHUNK = 2048
@@ -19,10 +22,10 @@ _SCORE_ELEMENTS = 1 << 25  # scores held at once
 _GATHER_ELEMENTS = 1 << 24  # candidate key numbers gathered at once
 
 
-def index_select(
+def run(
     q_BTIJ: jax.Array,
     w_BTI: jax.Array,
-    keys_GBPJ: jax.Array,
+    keys_GBPJ: Entries,
     group: jax.Array | int,
     visible_BT: jax.Array,
     *,
@@ -30,18 +33,15 @@ def index_select(
     block_size: int,
     make_candidates: int,
     candidates_BTC: jax.Array | None,
+    interpret: Any = False,
 ) -> tuple[jax.Array, jax.Array | None]:
-    """See the door."""
+    """(selection_BTK, candidates_BTC or None); see the door."""
+    del interpret
     batch, tokens, _, width = q_BTIJ.shape
-    entries = keys_GBPJ.shape[2]
-    if entries == 0:
-        none = functools.partial(jnp.full, fill_value=-1, dtype=jnp.int32)
-        return none((batch, tokens, topk)), none((batch, tokens, make_candidates)) if make_candidates else None
+    entries = storage.shape(keys_GBPJ)[2]
     if candidates_BTC is not None:
-        blocks = -(-entries // block_size)
-        if blocks <= candidates_BTC.shape[2]:
-            candidates_BTC = None  # room for every block: the bound excludes nothing
-        elif entries > (1 if tokens == 1 else 2) * candidates_BTC.shape[2] * block_size and entries % block_size == 0:
+        bound = (1 if tokens == 1 else 2) * candidates_BTC.shape[2] * block_size
+        if entries > bound and entries % block_size == 0:
             per_query = candidates_BTC.shape[2] * block_size * max(width, q_BTIJ.shape[2])
             select = functools.partial(_select_gathered, keys_GBPJ, group, topk, block_size)
             size = max(1, _GATHER_ELEMENTS // (per_query * batch))
@@ -55,10 +55,10 @@ def index_select(
 
 
 def index_scores(
-    q_BTIJ: jax.Array, w_BTI: jax.Array, keys_GBPJ: jax.Array, group: jax.Array | int, visible_BT: jax.Array
+    q_BTIJ: jax.Array, w_BTI: jax.Array, keys_GBPJ: Entries, group: jax.Array | int, visible_BT: jax.Array
 ) -> jax.Array:
     """See the door."""
-    chunk = keys_GBPJ.shape[2]
+    chunk = storage.shape(keys_GBPJ)[2]
     scores_BTP = _chunk_scores(q_BTIJ, w_BTI, keys_GBPJ, group, 0, chunk)
     return jnp.where(jnp.arange(chunk) < visible_BT[:, :, None], scores_BTP, -jnp.inf)
 
@@ -66,14 +66,14 @@ def index_scores(
 def _chunk_scores(
     q_BTIJ: jax.Array,
     w_BTI: jax.Array,
-    keys_GBPJ: jax.Array,
+    keys_GBPJ: Entries,
     group: jax.Array | int,
     start: jax.Array | int,
     chunk: int,
 ) -> jax.Array:
     """f32 [B, T, chunk] scores of entries start..start+chunk-1, no visibility applied."""
-    batch, tokens, heads, width = q_BTIJ.shape
-    keys_BPJ = lax.dynamic_slice(keys_GBPJ, (group, 0, start, 0), (1, batch, chunk, width))[0].astype(q_BTIJ.dtype)
+    batch, tokens, heads, _ = q_BTIJ.shape
+    keys_BPJ = storage.chunk(keys_GBPJ, group, start, chunk).astype(q_BTIJ.dtype)
     if tokens <= 8:  # one product over all heads reads the keys once
         dots = _round(_dot("btij,bpj->btip", q_BTIJ, keys_BPJ), q_BTIJ.dtype)
         terms = _round(jax.nn.relu(dots) * w_BTI.astype(jnp.float32)[..., None], q_BTIJ.dtype)
@@ -91,7 +91,7 @@ def _chunk_scores(
 
 
 def _select_dense(
-    keys_GBPJ: jax.Array,
+    keys_GBPJ: Entries,
     group: jax.Array | int,
     topk: int,
     block_size: int,
@@ -103,7 +103,7 @@ def _select_dense(
 ) -> tuple[jax.Array, ...]:
     """Score every visible entry, mask to the candidates if there are any, and take the best."""
     batch, tokens = visible_BT.shape
-    entries = keys_GBPJ.shape[2]
+    entries = storage.shape(keys_GBPJ)[2]
     if entries <= _KEY_CHUNK:
         scores_BTP = _chunk_scores(q_BTIJ, w_BTI, keys_GBPJ, group, 0, entries)
     else:
@@ -132,7 +132,7 @@ def _select_dense(
 
 
 def _select_gathered(
-    keys_GBPJ: jax.Array,
+    keys_GBPJ: Entries,
     group: jax.Array | int,
     topk: int,
     block_size: int,
@@ -142,11 +142,8 @@ def _select_gathered(
     candidates_BTC: jax.Array,
 ) -> tuple[jax.Array]:
     """Gather and score the candidate blocks alone: the cost does not depend on P."""
-    groups, batch, entries, width = keys_GBPJ.shape
-    blocks_GBQY = keys_GBPJ.reshape(groups, batch, entries // block_size, block_size * width)
-    b = jnp.arange(batch)[:, None, None]
-    keys_BTPJ = blocks_GBQY[group, b, jnp.maximum(candidates_BTC, 0)]
-    keys_BTPJ = keys_BTPJ.reshape(*candidates_BTC.shape[:2], -1, width).astype(q_BTIJ.dtype)
+    keys_BTCYJ = storage.gather(keys_GBPJ, group, jnp.maximum(candidates_BTC, 0), block_size)
+    keys_BTPJ = keys_BTCYJ.reshape(*candidates_BTC.shape[:2], -1, q_BTIJ.shape[3]).astype(q_BTIJ.dtype)
     dots = _round(_dot("btpj,btij->btpi", keys_BTPJ, q_BTIJ), q_BTIJ.dtype)
     terms = _round(jax.nn.relu(dots) * w_BTI.astype(jnp.float32)[:, :, None, :], q_BTIJ.dtype)
     scores_BTP = _round(jnp.sum(terms, axis=-1), q_BTIJ.dtype)

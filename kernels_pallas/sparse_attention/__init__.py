@@ -2,27 +2,37 @@
 
     s = q . k * scale           over the window rows and the selected entries of the pool (keys are the values)
     o = sum exp(s - M) k / (sum exp(s - M) + exp(sink - M)),    M = max s over entries
+    lse = log(sum exp(s) + exp(sink))
 
-The per-head sink is a plain logit in the denominator. Entries marked -1 are absent; a query with no entries gives 0. An entry
-that a query meets both in the window and in the pool counts twice. Source: arXiv 2609.19969 (CSA2 attention).
+The per-head sink is a plain logit in the denominator. Entries marked -1 are absent; a query with no entries gives o = 0. An
+entry that a query meets twice, in the window and in the pool or twice in its selection, counts twice. With bf16 queries the
+weights exp(s - M) are rounded to bf16 before they meet the values, the denominator sums them unrounded.
+
+Differentiable in queries, sink, and a plain window and pool; only queries, rows, o and lse are kept for the backward, which
+computes the weights again. Source: arXiv 2609.19969 (CSA2 attention); arXiv 2205.14135 for the backward from lse.
 """
 
 from __future__ import annotations
+
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from kernels_pallas import dispatch
-from kernels_pallas.sparse_attention import xla
+from kernels_pallas import dispatch, storage
+from kernels_pallas.sparse_attention import pallas_gpu, pallas_tpu, vjp, xla
+from kernels_pallas.storage import Entries, Packed
+
+CHOICES = {"xla": xla, "pallas_tpu": pallas_tpu, "pallas_gpu": pallas_gpu}
 
 
 def sparse_attention(
     q_BTNH: Float[Array, "B T N H"],
-    window_BSH: Float[Array, "B S H"],
+    window_BSH: Float[Array, "B S H"] | Packed,
     first_BT: Int[Array, "B T"],
     sink_N: Float[Array, " N"],
-    pool_GBPH: Float[Array, "G B P H"] | None = None,
+    pool_GBPH: Entries | None = None,
     group: jax.Array | int = 0,
     selection_BTK: Int[Array, "B T K"] | None = None,
     *,
@@ -30,24 +40,33 @@ def sparse_attention(
     scale: float,
     causal: bool = True,
     implementation: str | None = None,
+    interpret: Any = False,
 ) -> tuple[Float[Array, "B T N H"], Float[Array, "B T N"]]:
     """Attend; returns (o_BTNH in q's dtype, log-sum-exp f32 [B, T, N], the sink included).
 
     Args:
         q_BTNH: queries, f32 or bf16.
-        window_BSH: S = history + T rows in order of position; the T queries are the last T rows' tokens.
+        window_BSH: S = history + T rows in order of position; the T queries are the last T rows' tokens. Numbers, or
+            `Packed` of shape [1, B, S, H].
         first_BT: int32, the first row of `window_BSH` the query may read (never more than `window` rows back if causal).
         sink_N: per-head sink logits, f32.
-        pool_GBPH: the stacked pools; only rows `[group, b, selection]` are read.
+        pool_GBPH: the stacked pools, plain or packed (`storage`); only rows `[group, b, selection]` are read.
         selection_BTK: pool entries, -1 absent.
         window: upper bound of window rows a query reads; long causal calls are cut accordingly.
         scale: factor on the dot products.
         causal: a query reads window rows up to its own; otherwise up to the end (draft blocks).
+        implementation, interpret: see `dispatch`; `interpret` runs a Pallas implementation on a CPU (True, or the
+            `InterpretParams` of Pallas for TPUs).
+
+    Raises ValueError for arguments that contradict one another, Unsupported where a named implementation refuses.
     """
-    if q_BTNH.ndim != 4 or window_BSH.ndim != 3 or window_BSH.shape[::2] != q_BTNH.shape[::3]:
-        raise ValueError(f"{window_BSH.shape=} must be [B, S, H] to match {q_BTNH.shape=} [B, T, N, H]")
-    if window_BSH.shape[1] < q_BTNH.shape[1]:
-        raise ValueError(f"{window_BSH.shape=} must hold at least the {q_BTNH.shape[1]} rows of {q_BTNH.shape=}")
+    rows_BSH = storage.shape(window_BSH)[1:] if isinstance(window_BSH, Packed) else window_BSH.shape
+    if q_BTNH.ndim != 4 or len(rows_BSH) != 3 or rows_BSH[::2] != q_BTNH.shape[::3]:
+        raise ValueError(f"window_BSH.shape={tuple(rows_BSH)} must be [B, S, H] to match {q_BTNH.shape=} [B, T, N, H]")
+    if rows_BSH[1] < q_BTNH.shape[1]:
+        raise ValueError(
+            f"window_BSH.shape={tuple(rows_BSH)} must hold at least the {q_BTNH.shape[1]} rows of {q_BTNH.shape=}"
+        )
     if first_BT.shape != q_BTNH.shape[:2] or sink_N.shape != q_BTNH.shape[2:3]:
         raise ValueError(f"{first_BT.shape=} must be [B, T] and {sink_N.shape=} [N] to match {q_BTNH.shape=}")
     if window < 1:
@@ -55,29 +74,19 @@ def sparse_attention(
     if (pool_GBPH is None) != (selection_BTK is None):
         raise ValueError("a pool and a selection come together")
     if pool_GBPH is not None and selection_BTK is not None:
-        if pool_GBPH.ndim != 4 or pool_GBPH.shape[1::2] != q_BTNH.shape[::3]:
-            raise ValueError(f"{pool_GBPH.shape=} must be [G, B, P, H] to match {q_BTNH.shape=}")
+        pool_shape = storage.shape(pool_GBPH)
+        if pool_GBPH.ndim not in (4, 5) or pool_shape[1::2] != q_BTNH.shape[::3]:
+            raise ValueError(f"pool_GBPH.shape={pool_shape} must be [G, B, P, H] to match {q_BTNH.shape=}")
         if selection_BTK.shape[:2] != q_BTNH.shape[:2]:
             raise ValueError(f"{selection_BTK.shape=} must be [B, T, K] to match {q_BTNH.shape=}")
-        if pool_GBPH.shape[2] == 0:
-            pool_GBPH = selection_BTK = None  # an empty pool has nothing to select
+        if pool_shape[2] == 0 or selection_BTK.shape[2] == 0:
+            pool_GBPH = selection_BTK = None  # nothing to select from
     if q_BTNH.dtype not in (jnp.float32, jnp.bfloat16):
         raise ValueError(f"{q_BTNH.dtype=} must be float32 or bfloat16")
-    q_BTNH, window_BSH, first_BT, sink_N = (jnp.asarray(a) for a in (q_BTNH, window_BSH, first_BT, sink_N))
+    q_BTNH, window_BSH, first_BT, sink_N = jax.tree.map(jnp.asarray, (q_BTNH, window_BSH, first_BT, sink_N))
     if pool_GBPH is not None:
-        pool_GBPH, selection_BTK = jnp.asarray(pool_GBPH), jnp.asarray(selection_BTK)
-    return dispatch.run(
-        "sparse_attention",
-        implementation,
-        {"xla": xla.sparse_attention},
-        q_BTNH,
-        window_BSH,
-        first_BT,
-        sink_N,
-        pool_GBPH,
-        group,
-        selection_BTK,
-        window=window,
-        scale=scale,
-        causal=causal,
-    )
+        pool_GBPH, selection_BTK = jax.tree.map(jnp.asarray, (pool_GBPH, selection_BTK))
+    arrays = (q_BTNH, window_BSH, first_BT, sink_N, pool_GBPH, jnp.asarray(group, jnp.int32), selection_BTK)
+    static = {"window": window, "scale": scale, "causal": causal}
+    module = dispatch.choose("sparse_attention", implementation, interpret, CHOICES, *arrays, **static)
+    return vjp.attend(vjp.Call(module, interpret, window, float(scale), causal), *arrays)

@@ -1,0 +1,169 @@
+"""How entries (pool KV, index keys, window rows) are stored, and how stored entries become numbers again.
+
+Plain storage is an array of numbers: [G, B, P, H], or the same with the width cut in rows of 128, [G, B, P, H/128, 128]. A TPU
+can fetch one entry of the second without moving any other, so pools that a TPU kernel gathers from are held that way.
+
+Packed storage is `Packed`: codes and scales as bytes. Per entry
+
+    e2m1  H/2 bytes: byte b holds channel b in the low nibble and channel b + H/2 in the high one
+    e4m3  H bytes
+    scales  one byte per group of channels, e4m3 (format "main") or e8m0 (the others)
+
+so a main entry of 512 channels takes 256 + 32 bytes and an index key of 128 channels 64 + 4. (Halves, not neighbours, share a
+byte: both nibbles of a row unpack to contiguous channels.) A byte array is [..., P, X], or the same bytes in units of 512,
+[..., P X / 512, 4, 128], which is the smallest piece that lies together in a TPU's memory; `to_units` and `from_units` convert.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from kernels_pallas import formats
+from kernels_pallas.formats import Format
+
+LANES = 128
+UNIT = 4 * LANES  # bytes
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Packed:
+    """Entries [..., P, H] as codes and scales.
+
+    codes: uint8 [..., P, H/2 or H], or in units of 512 bytes.
+    scales: uint8 [..., P, H/group], or in units.
+    width: H. fmt: element, group and kind of scale.
+    """
+
+    codes: jax.Array
+    scales: jax.Array
+    width: int = dataclasses.field(metadata={"static": True})
+    fmt: Format = dataclasses.field(metadata={"static": True})
+
+    @property
+    def code_bytes(self) -> int:
+        """Bytes of codes per entry."""
+        return self.width // 2 if self.fmt.element == "e2m1" else self.width
+
+    @property
+    def scale_bytes(self) -> int:
+        """Bytes of scales per entry."""
+        return self.width // self.fmt.group
+
+    @property
+    def in_units(self) -> bool:
+        """Whether the bytes are held in units of 512 (both arrays are, or neither)."""
+        return self.codes.ndim == 5
+
+    @property
+    def shape(self) -> tuple[int, int, int, int]:
+        """[G, B, P, H] of the entries."""
+        g, b = self.codes.shape[:2]
+        return g, b, math.prod(self.codes.shape[2:]) // self.code_bytes, self.width
+
+    @property
+    def ndim(self) -> int:
+        """Axes of the entries: always 4."""
+        return 4
+
+
+Entries = jax.Array | Packed
+
+
+def shape(entries: Entries) -> tuple[int, int, int, int]:
+    """[G, B, P, H] of stored entries, however they are held."""
+    if isinstance(entries, Packed):
+        return entries.shape
+    g, b, p = entries.shape[:3]
+    return g, b, p, math.prod(entries.shape[3:])
+
+
+def to_units(a: jax.Array) -> jax.Array:
+    """uint8 [G, B, P, X] in units of 512 bytes, [G, B, P X / 512, 4, 128]; ValueError where P X is no multiple of 512."""
+    g, b, p, x = a.shape
+    if p * x % UNIT:
+        raise ValueError(f"{p} entries of {x} bytes are no whole number of units of {UNIT} bytes")
+    return a.reshape(g, b, p * x // UNIT, 4, LANES)
+
+
+def from_units(a: jax.Array, size: int) -> jax.Array:
+    """uint8 [G, B, P, size], whether or not `a` is in units."""
+    return a.reshape(*a.shape[:2], -1, size)
+
+
+def pack(x: jax.Array, fmt: Format, *, units: bool = False) -> Packed:
+    """Round numbers [G, B, P, H] to `fmt` and store them: `unpack(pack(x, fmt))` equals the rounding, bit for bit."""
+    codes, scales = encode(x, fmt)
+    if units:
+        codes, scales = to_units(codes), to_units(scales)
+    return Packed(codes, scales, x.shape[-1], fmt)
+
+
+def encode(x: jax.Array, fmt: Format) -> tuple[jax.Array, jax.Array]:
+    """Codes and scales, uint8 [..., code bytes] and [..., scale bytes], of numbers [..., H]."""
+    elements, scale = formats.quantise(x, fmt)
+    return encode_elements(elements.reshape(x.shape), fmt), formats.scale_codes(scale, fmt)
+
+
+def encode_elements(elements: jax.Array, fmt: Format) -> jax.Array:
+    """uint8 codes [..., H or H/2] of grid values [..., H]."""
+    if fmt.element == "e4m3":
+        return formats.e4m3_codes(elements)
+    codes = formats.e2m1_codes(elements)
+    half = codes.shape[-1] // 2
+    if codes.shape[-1] % 2:
+        raise ValueError(f"an odd width of {codes.shape[-1]} cannot be packed two to a byte")
+    return codes[..., :half] | (codes[..., half:] << 4)
+
+
+def decode(codes: jax.Array, scales: jax.Array, fmt: Format) -> jax.Array:
+    """f32 numbers [..., H] of codes [..., H or H/2] and scales [..., H/group], both uint8."""
+    if fmt.element == "e4m3":
+        elements = formats.e4m3_values(codes)
+    else:
+        elements = formats.e2m1_values(jnp.concatenate([codes & 15, codes >> 4], axis=-1))
+    width = elements.shape[-1]
+    grouped = elements.reshape(*elements.shape[:-1], width // fmt.group, fmt.group)
+    if fmt.power_of_two:
+        values = formats.scale_exactly(grouped, formats.e8m0_exponent(scales)[..., None])
+    else:
+        values = grouped * formats.e4m3_values(scales)[..., None]
+    return values.reshape(elements.shape)
+
+
+def unpack(entries: Entries) -> jax.Array:
+    """All entries as numbers [G, B, P, H]: f32 of packed ones, plain ones in their own dtype."""
+    if isinstance(entries, Packed):
+        codes, scales = from_units(entries.codes, entries.code_bytes), from_units(entries.scales, entries.scale_bytes)
+        return decode(codes, scales, entries.fmt)
+    return entries.reshape(shape(entries))
+
+
+def chunk(entries: Entries, group: jax.Array | int, start: jax.Array | int, size: int) -> jax.Array:
+    """Entries [B, size, H] of one group from `start`, read without copying the rest out of its stack."""
+
+    def cut(a: jax.Array, width: int) -> jax.Array:
+        a = a.reshape(*a.shape[:2], -1, width)
+        return lax.dynamic_slice(a, (group, 0, start, 0), (1, a.shape[1], size, width))[0]
+
+    if isinstance(entries, Packed):
+        return decode(cut(entries.codes, entries.code_bytes), cut(entries.scales, entries.scale_bytes), entries.fmt)
+    return cut(entries, shape(entries)[3])
+
+
+def gather(entries: Entries, group: jax.Array | int, index: jax.Array, block: int = 1) -> jax.Array:
+    """Entries [B, ..., block, H] (block > 1) or [B, ..., H] at `index` [B, ...], in blocks of neighbours, of one group."""
+    b = jnp.arange(index.shape[0]).reshape(-1, *[1] * (index.ndim - 1))
+
+    def take(a: jax.Array, width: int) -> jax.Array:
+        rows = a.reshape(*a.shape[:2], -1, block * width)[group, b, index]
+        return rows if block == 1 else rows.reshape(*index.shape, block, width)
+
+    if isinstance(entries, Packed):
+        return decode(take(entries.codes, entries.code_bytes), take(entries.scales, entries.scale_bytes), entries.fmt)
+    return take(entries, shape(entries)[3])
