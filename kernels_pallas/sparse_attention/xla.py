@@ -132,7 +132,7 @@ class _Read(NamedTuple):
 def _read(
     place: _Place, q_BTNH: jax.Array, first_BT: jax.Array, end_BT: jax.Array, slot_BTK: jax.Array | None
 ) -> _Read:
-    batch, tokens = first_BT.shape
+    tokens = first_BT.shape[1]
     window_BSH = place.window_BSH
     rows, reach = window_BSH.shape[1], place.window + tokens - 1
     start: jax.Array | int = 0
