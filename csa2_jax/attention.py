@@ -124,6 +124,7 @@ class Attention(nnx.Module):
             shared.selection_BTK if reads_pool and shared.pool is not None else None,
             window=config.sliding_window,
             scale=config.head_dim**-0.5,
+            **numerics.kernels,
         )
         y_BTD = self.output(o_BTNH, rotation, config, numerics)
         seen.update(attn_in=x_BTD, attn_q=q_BTNH, attn_o=o_BTNH, attn_out=y_BTD, window_kv=kv_BTH)

@@ -29,7 +29,7 @@ from csa2_jax.config import ModelConfig
 from csa2_jax.manifest import TILE, TensorSpec
 from csa2_jax.model import Model, ngram_arrays
 from csa2_jax.ngram import compress_vocabulary
-from csa2_jax.numerics import ComputeDtype, Numerics, WeightStorage
+from csa2_jax.numerics import ComputeDtype, Implementation, Numerics, WeightStorage
 from csa2_jax.safetensors_io import CheckpointError, TensorFiles
 from csa2_jax.tokenizer import read_tokenizer, tokenizer_file
 
@@ -46,10 +46,12 @@ def load_checkpoint(
     fake_quant: bool = True,
     weights: WeightStorage = "stored",
     scan_layers: bool = True,
+    implementation: Implementation | None = None,
+    interpret: bool = False,
 ) -> Model:
     """The model in `directory` (config.json beside model.safetensors or an index with shards), ready to run.
 
-    compute_dtype, fake_quant: see `Numerics`. weights: "stored" keeps fp8 and fp4 weights quantised and dequantises per
+    compute_dtype, fake_quant, implementation, interpret: see `Numerics`. weights: "stored" keeps fp8 and fp4 weights quantised and dequantises per
     use; "float32" and "bfloat16" dequantise them exactly while loading. scan_layers=False unrolls the layers, for
     debugging.
 
@@ -63,7 +65,7 @@ def load_checkpoint(
     files = TensorFiles(directory)
     accounting = account(config, files)
     token_map = find_token_map(directory, config)
-    numerics = Numerics(compute_dtype, fake_quant)
+    numerics = Numerics(compute_dtype, fake_quant, implementation, interpret)
     abstract = nnx.eval_shape(
         lambda: Model(config, numerics=numerics, weights=weights, scan_layers=scan_layers, token_map=token_map)
     )

@@ -69,6 +69,7 @@ class Compressor(nnx.Module):
                 phase_B,
                 step.count_B,
                 ratio=m,
+                **numerics.kernels,
             )
             c_half = pool.c_half_GBMH.at[group].set(c_half)
             z_half = pool.z_half_GBMH.at[group].set(z_half)
@@ -100,4 +101,5 @@ class Compressor(nnx.Module):
 def _fill(array_GBPH: jax.Array, rows_BEH: jax.Array) -> jax.Array:
     """Rows at the front of group 0."""
     kept = min(rows_BEH.shape[1], array_GBPH.shape[2])
-    return array_GBPH.at[0, :, :kept].set(rows_BEH[:, :kept].astype(array_GBPH.dtype))
+    rows = rows_BEH[:, :kept].astype(array_GBPH.dtype)
+    return array_GBPH.at[0, :, :kept].set(rows.reshape(*rows.shape[:2], *array_GBPH.shape[3:]))

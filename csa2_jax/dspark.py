@@ -135,6 +135,6 @@ def attend_draft(
     rows_BSH = jnp.concatenate([history_BWH, kv_BTH], axis=1)
     scale = config.head_dim**-0.5
     o_BTNH, _ = sparse_attention(
-        q_BTNH, rows_BSH, first_BT, attn.attn_sink[...], window=width, scale=scale, causal=False
+        q_BTNH, rows_BSH, first_BT, attn.attn_sink[...], window=width, scale=scale, causal=False, **numerics.kernels
     )
     return attn.output(o_BTNH, rotation, config, numerics), {"attn_q": q_BTNH, "attn_o": o_BTNH}

@@ -1,4 +1,7 @@
-"""Number formats as the model uses them: roundings that gradients pass straight through. The arithmetic is `kernels_pallas.formats`."""
+"""Number formats as the model uses them: roundings that gradients pass straight through.
+
+The arithmetic itself is in `kernels_pallas.formats`.
+"""
 
 from __future__ import annotations
 

@@ -61,6 +61,7 @@ class Indexer(nnx.Module):
             block_size=config.candidate_block_size,
             make_candidates=config.candidate_topk_blocks if make_candidates else 0,
             candidates_BTC=candidates_BTC,
+            **numerics.kernels,
         )
         scores = index_scores(q_BTIJ, w_BTI, key_GBPJ, group, visible_BT) if want_scores else None
         return selection_BTK, made, scores

@@ -27,7 +27,7 @@ from csa2_jax.dspark import DraftFeed, DraftHead
 from csa2_jax.engram import Engram, EngramTable, hash_rows, history_ids, next_history, product_table
 from csa2_jax.indexer import Indexer
 from csa2_jax.layers import ParamFactory, RMSNorm
-from csa2_jax.numerics import Numerics, WeightStorage, einsum
+from csa2_jax.numerics import Implementation, Numerics, WeightStorage, einsum
 from csa2_jax.residual import collapse, expand
 from csa2_jax.stack import Walk, Weights, stack_tails
 from csa2_jax.state import Cache, Flow, Pool, Step, make_pools, pool_name, write_windows
@@ -325,9 +325,14 @@ def init_model(
     fake_quant: bool = True,
     scan_layers: bool = True,
     token_map: np.ndarray | None = None,
+    implementation: Implementation | None = None,
+    interpret: bool = False,
 ) -> Model:
-    """A randomly initialised model (weights normal(0, 0.02), norms 1), made in one jit; weights in the compute dtype."""
-    numerics = Numerics(compute_dtype, fake_quant)  # type: ignore[arg-type]
+    """A randomly initialised model (weights normal(0, 0.02), norms 1), made in one jit; weights in the compute dtype.
+
+    compute_dtype, fake_quant, implementation, interpret: see `Numerics`.
+    """
+    numerics = Numerics(compute_dtype, fake_quant, implementation, interpret)  # type: ignore[arg-type]
     if config.engram_layer_ids and token_map is None:
         raise ValueError(
             f"the n-gram memory of engram_layer_ids={list(config.engram_layer_ids)} needs a token_map, int32 "

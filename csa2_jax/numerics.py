@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Literal
+from typing import Any, Literal, get_args
 
 import jax
 import jax.numpy as jnp
@@ -12,6 +12,7 @@ from jax import lax
 from csa2_jax import formats
 
 ComputeDtype = Literal["float32", "bfloat16"]
+Implementation = Literal["xla", "pallas_tpu", "pallas_gpu"]
 WeightStorage = Literal["stored", "float32", "bfloat16"]
 
 
@@ -22,14 +23,32 @@ class Numerics:
     compute_dtype: what activations are cast to after every linear, norm and update.
     fake_quant: apply the roundings to fp8 and fp4 that the released model was trained with (window KV, pool KV, index query
         and key, operands of quantised linears).
+    implementation: of the three operations of `kernels_pallas`: "xla", "pallas_tpu", "pallas_gpu", or None for the best that
+        is proven on the device. A named one works or raises.
+    interpret: run the named Pallas implementation on a CPU, slowly; for tests.
     """
 
     compute_dtype: ComputeDtype = "bfloat16"
     fake_quant: bool = True
+    implementation: Implementation | None = None
+    interpret: bool = False
 
     def __post_init__(self) -> None:
         if self.compute_dtype not in ("float32", "bfloat16"):
             raise ValueError(f"compute_dtype={self.compute_dtype!r} must be 'float32' or 'bfloat16'")
+        if self.implementation not in (None, *get_args(Implementation)):
+            raise ValueError(
+                f"implementation={self.implementation!r} must be one of {get_args(Implementation)} or None"
+            )
+        if self.interpret and self.implementation in (None, "xla"):
+            raise ValueError(
+                f"interpret=True needs a Pallas implementation, found implementation={self.implementation!r}"
+            )
+
+    @property
+    def kernels(self) -> dict[str, Any]:
+        """Keywords for the doors of `kernels_pallas`."""
+        return {"implementation": self.implementation, "interpret": self.interpret}
 
     @property
     def dtype(self) -> jnp.dtype:

@@ -199,7 +199,7 @@ def compare_caches(recording: Recording, step: str, cache: Cache) -> Iterator[Co
         pool = cache.pools[pool_name(spec.ratio)]
         held, open_rows = total // spec.ratio, total % spec.ratio
         for name, key, array, rows in (
-            ("pool", "compress_kv_cache", pool.kv_GBPH, held),
+            ("pool", "compress_kv_cache", pool.kv_GBPH.reshape(*pool.kv_GBPH.shape[:3], -1), held),
             ("index keys", "index_k_cache", pool.key_GBPJ, held),
             ("open group C", "kv_state", pool.c_half_GBMH, open_rows),
             ("open group Z", "score_state", pool.z_half_GBMH, open_rows),

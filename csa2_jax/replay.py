@@ -104,7 +104,7 @@ class _Modules:
                 continue
             pool, held, open_rows = pools[pool_name(spec.ratio)], total // spec.ratio, total % spec.ratio
             for array, key, rows in (
-                (pool.kv_GBPH, "compress_kv_cache", held),
+                (pool.kv_GBPH.reshape(*pool.kv_GBPH.shape[:3], -1), "compress_kv_cache", held),
                 (pool.key_GBPJ, "index_k_cache", held),
                 (pool.c_half_GBMH, "kv_state", open_rows),
                 (pool.z_half_GBMH, "score_state", open_rows),

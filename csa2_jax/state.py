@@ -16,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from csa2_jax.config import ModelConfig
+from kernels_pallas import storage as stored
 
 Storage = Literal["bf16", "f32"]
 _STORAGE = {"bf16": jnp.bfloat16, "f32": jnp.float32}
@@ -26,7 +27,9 @@ _STORAGE = {"bf16": jnp.bfloat16, "f32": jnp.float32}
 class Pool:
     """The pools of all FULL layers of one compression ratio m."""
 
-    kv_GBPH: jax.Array  # rotated, rounded entries; keys and values at once
+    # Rotated, rounded entries, keys and values at once; a width of whole 128s is held as [G, B, P, H/128, 128], so that a TPU can
+    # fetch single entries (`kernels_pallas.storage`).
+    kv_GBPH: jax.Array
     key_GBPJ: jax.Array  # index keys
     c_half_GBMH: jax.Array | None  # the open group's waiting rows [G, B, m - 1, H], f32; None at m = 1
     z_half_GBMH: jax.Array | None
@@ -95,7 +98,7 @@ def make_pools(
         entries = pool_capacity(config, ratio, max_length)
         half = (groups, batch, ratio - 1, config.head_dim)
         pools[pool_name(ratio)] = Pool(
-            kv_GBPH=jnp.zeros((groups, batch, entries, config.head_dim), dtype),
+            kv_GBPH=stored.in_rows(jnp.zeros((groups, batch, entries, config.head_dim), dtype)),
             key_GBPJ=jnp.zeros((groups, batch, entries, config.index_head_dim), dtype),
             c_half_GBMH=jnp.zeros(half, jnp.float32) if ratio > 1 else None,
             z_half_GBMH=jnp.zeros(half, jnp.float32) if ratio > 1 else None,
@@ -212,7 +215,9 @@ def write_windows(window_LBWH: jax.Array, tail_LBRH: jax.Array, step: Step) -> j
 def write_rows(array_GBPH: jax.Array, group: Any, slot_BE: jax.Array, rows: jax.Array) -> jax.Array:
     """`array[group, b, slot_BE[b]] = rows[b]`, in place under jit; slots beyond the array are dropped."""
     b = jnp.arange(slot_BE.shape[0])[:, None]
-    return array_GBPH.at[group, b, slot_BE].set(rows.astype(array_GBPH.dtype), mode="drop")
+    rows = rows.astype(array_GBPH.dtype)
+    rows = rows.reshape(*rows.shape[:-1], *array_GBPH.shape[3:])
+    return array_GBPH.at[group, b, slot_BE].set(rows, mode="drop")
 
 
 def _tail_index(count_B: jax.Array, width: int) -> jax.Array:

@@ -83,6 +83,13 @@ def shape(entries: Entries) -> tuple[int, int, int, int]:
     return g, b, p, math.prod(entries.shape[3:])
 
 
+def in_rows(a: jax.Array) -> jax.Array:
+    """[..., H] with the width cut in rows of 128 where H is a multiple of it (else as it is): how pools are held."""
+    if a.shape[-1] % LANES:
+        return a
+    return a.reshape(*a.shape[:-1], a.shape[-1] // LANES, LANES)
+
+
 def to_units(a: jax.Array) -> jax.Array:
     """uint8 [G, B, P, X] in units of 512 bytes, [G, B, P X / 512, 4, 128]; ValueError where P X is no multiple of 512."""
     g, b, p, x = a.shape
@@ -159,10 +166,12 @@ def chunk(entries: Entries, group: jax.Array | int, start: jax.Array | int, size
 def gather(entries: Entries, group: jax.Array | int, index: jax.Array, block: int = 1) -> jax.Array:
     """Entries [B, ..., block, H] (block > 1) or [B, ..., H] at `index` [B, ...], in blocks of neighbours, of one group."""
     b = jnp.arange(index.shape[0]).reshape(-1, *[1] * (index.ndim - 1))
+    out = (*index.shape, *[block] * (block > 1))
 
     def take(a: jax.Array, width: int) -> jax.Array:
-        rows = a.reshape(*a.shape[:2], -1, block * width)[group, b, index]
-        return rows if block == 1 else rows.reshape(*index.shape, block, width)
+        if a.ndim == 5 and a.shape[3] * a.shape[4] == block * width:  # whole units, without another layout of the stack
+            return a[group, b, index].reshape(*out, width)
+        return a.reshape(*a.shape[:2], -1, block * width)[group, b, index].reshape(*out, width)
 
     if isinstance(entries, Packed):
         return decode(take(entries.codes, entries.code_bytes), take(entries.scales, entries.scale_bytes), entries.fmt)

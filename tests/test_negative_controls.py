@@ -151,8 +151,8 @@ class Planted:
         return call
 
     def compress(self, right: Any) -> Any:
-        def call(c: Any, z: Any, *rest: Any, ratio: int) -> Any:
-            return right(c, self.on("pooling weights", jnp.zeros_like(z), z), *rest, ratio=ratio)
+        def call(c: Any, z: Any, *rest: Any, **kwargs: Any) -> Any:
+            return right(c, self.on("pooling weights", jnp.zeros_like(z), z), *rest, **kwargs)
 
         return call
 

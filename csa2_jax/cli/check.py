@@ -26,6 +26,8 @@ def main(
     part: Literal["both", "run", "modules"] = "both",
     storage: Literal["f32", "bf16"] = "f32",
     scan_layers: bool = True,
+    implementation: Literal["xla", "pallas_tpu", "pallas_gpu"] | None = None,
+    interpret: bool = False,
     verbose: bool = False,
 ) -> int:
     """Replay a recorded trace through our model: per quantity and step, the largest error and the share of equal choices.
@@ -38,6 +40,8 @@ def main(
         part: the whole run from its tokens ("run"), each module fed with its recorded input ("modules"), or both.
         storage: what the cache stores.
         scan_layers: scan the layer stack; unrolled (False) the numbers are the same.
+        implementation: which kernels run (by default the best that is proven on this device).
+        interpret: run the Pallas kernels of another device on a CPU, slowly.
         verbose: one line for every quantity of every step.
     """
     from csa2_jax.checkpoint import load_checkpoint
@@ -55,6 +59,8 @@ def main(
         compute_dtype=recording.compute_dtype,  # type: ignore[arg-type]
         fake_quant=recording.fake_quant,
         scan_layers=scan_layers,
+        implementation=implementation,
+        interpret=interpret,
     )
     verdicts: list[Verdict] = []
     if part in ("both", "run"):

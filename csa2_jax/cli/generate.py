@@ -21,6 +21,7 @@ def main(
     storage: Literal["bf16", "f32"] | None = None,
     bos: bool = True,
     chunk: int = 1024,
+    implementation: Literal["xla", "pallas_tpu", "pallas_gpu"] | None = None,
     quiet: bool = False,
 ) -> int:
     """Continue a prompt: text if a tokenizer.json lies beside the model, token ids otherwise.
@@ -41,6 +42,7 @@ def main(
         storage: what the cache stores (bf16 is exact as long as the roundings are on); by default bf16, on CPUs f32.
         bos: put the beginning-of-sequence token before a text prompt.
         chunk: prompt tokens per call; longer prompts are taken in pieces of this size.
+        implementation: which kernels run (by default the best that is proven on this device).
         quiet: print the continuation alone, no line about speed.
     """
     if (prompt is None) == (prompt_ids is None):
@@ -77,7 +79,9 @@ def main(
     # Before the weights are read, which may take a while.
     check_request(config, [ids], max_new_tokens=max_new_tokens, temperature=temperature, seed=seed, chunk=chunk)
     started = time.perf_counter()
-    loaded = load_checkpoint(model, compute_dtype=compute_dtype, fake_quant=fake_quant, weights=weights)
+    loaded = load_checkpoint(
+        model, compute_dtype=compute_dtype, fake_quant=fake_quant, weights=weights, implementation=implementation
+    )
     ready = time.perf_counter()
     events = generate(
         loaded,
