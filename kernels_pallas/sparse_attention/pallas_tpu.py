@@ -27,7 +27,7 @@ from jax.experimental.pallas import tpu as pltpu
 
 from kernels_pallas.dispatch import Unsupported
 from kernels_pallas.sparse_attention.tpu_backward import backward
-from kernels_pallas.sparse_attention.tpu_plan import Rows, Static, fetch, make_plan, per_query, read
+from kernels_pallas.sparse_attention.tpu_plan import Rows, Static, fetch, make_plan, read
 from kernels_pallas.sparse_attention.tpu_rows import dot, row
 from kernels_pallas.storage import LANES, Entries, Packed
 
@@ -87,28 +87,36 @@ def run(
 ) -> tuple[jax.Array, jax.Array]:
     """(o_BTNH, lse_BTN); see the door."""
     static, scalars, sources = make_plan(
-        q_BTNH, window_BSH, first_BT, pool_GBPH, selection_BTK, window=window, scale=scale, causal=causal
+        q_BTNH,
+        window_BSH,
+        first_BT,
+        pool_GBPH,
+        selection_BTK,
+        window=window,
+        scale=scale,
+        causal=causal,
+        parts=2 if q_BTNH.shape[0] * q_BTNH.shape[1] % 2 == 0 else 1,
     )
     queries, heads, width = static.queries, static.heads, static.width
     o, lse = pl.pallas_call(
         functools.partial(_kernel, static),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=1,
-            grid=(queries,),
+            grid=static.grid,
             in_specs=[
                 *static.scalar_specs(),
-                per_query(heads, width),
+                static.per_query(heads, width),
                 pl.BlockSpec((heads, 1), lambda i, *_: (0, 0)),
                 *static.source_specs(),
             ],
-            out_specs=[per_query(heads, width), per_query(1, heads)],
+            out_specs=[static.per_query(heads, width), static.per_query(1, heads)],
             scratch_shapes=static.scratch(),
         ),
         out_shape=[
             jax.ShapeDtypeStruct((queries, heads, width), q_BTNH.dtype),
             jax.ShapeDtypeStruct((queries, 1, heads), jnp.float32),
         ],
-        compiler_params=pltpu.CompilerParams(dimension_semantics=("arbitrary",)),
+        compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel", "arbitrary")),
         interpret=interpret,
         name="sparse_attention",
     )(
@@ -147,7 +155,7 @@ def _kernel(static: Static, group_ref: Any, *refs: Any) -> None:
 def attend(static: Static, q_NH: jax.Array, sink_N1: jax.Array, rows: Rows) -> tuple[jax.Array, jax.Array]:
     """(o [N, H], lse [1, N]): the joint softmax, as the reference does it."""
     scores = [_scores(static, q_NH, rows.window_WH, rows.seen_1W)]
-    if rows.pool_KH is not None:
+    if rows.pool_KH is not None and rows.picked_1K is not None:
         scores.append(_scores(static, q_NH, rows.pool_KH, rows.picked_1K))
     peak = functools.reduce(jnp.maximum, [jnp.max(s, axis=1, keepdims=True) for s in scores])
     empty = peak == -jnp.inf

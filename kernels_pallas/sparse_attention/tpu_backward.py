@@ -21,7 +21,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from kernels_pallas.sparse_attention.tpu_plan import COUNT, START, UNIQUE, Static, fetch, make_plan, per_query, read
+from kernels_pallas.sparse_attention.tpu_plan import COUNT, START, UNIQUE, Static, fetch, make_plan, read
 from kernels_pallas.sparse_attention.tpu_rows import UNROLL, column, dot, wait_bytes
 from kernels_pallas.storage import Entries
 
@@ -54,7 +54,7 @@ def backward(
     )
     queries, heads, width = static.queries, static.heads, static.width
     sums = [jnp.zeros(source.shape, jnp.float32) for source in sources]
-    rows, numbers_of_heads = per_query(heads, width), per_query(1, heads)
+    rows, numbers_of_heads = static.per_query(heads, width), static.per_query(1, heads)
     held = [pltpu.VMEM((static.reach, *static.window.units[0]), jnp.float32)]
     if static.pool is not None:
         held += [pltpu.VMEM((static.topk, *static.pool.units[0]), jnp.float32)] * 2
@@ -71,7 +71,7 @@ def backward(
         functools.partial(_kernel, static),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=1,
-            grid=(queries,),
+            grid=static.grid,  # one part: every step waits for the writes of the one before
             in_specs=in_specs,
             out_specs=[rows, *static.source_specs()],
             scratch_shapes=[*static.scratch(), *held, pltpu.SemaphoreType.DMA((2,)), pltpu.SMEM((2,), jnp.int32)],
@@ -80,7 +80,7 @@ def backward(
         + [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in sums],
         # The prefetched group is operand 0.
         input_output_aliases={1 + len(in_specs) - len(sums) + a: 1 + a for a in range(len(sums))},
-        compiler_params=pltpu.CompilerParams(dimension_semantics=("arbitrary",)),
+        compiler_params=pltpu.CompilerParams(dimension_semantics=("arbitrary", "arbitrary")),
         interpret=interpret,
         name="sparse_attention_backward",
     )(
@@ -114,7 +114,7 @@ def _kernel(static: Static, group_ref: Any, *refs: Any) -> None:
     dq_ref, *sums = left[4 + 2 * count : 5 + 3 * count]
     scratch = left[5 + 3 * count :]
     *held, sems, under_way = scratch[count + 1 :]
-    step, group = pl.program_id(0), group_ref[0]
+    step, group = pl.program_id(1), group_ref[0]
 
     def place(query: Any, meta: Any) -> Any:
         return sums[0].at[query // static.tokens, pl.ds(meta[0, 0, START], static.reach)]

@@ -1,8 +1,9 @@
 """What the forward and the backward kernel for TPUs share: which rows each query reads, and fetching them one query ahead.
 
-Queries are walked one by one, b-major: step i is query i % T of row i // T. Two buffers alternate, so that the rows of step
-i + 1 fly in while step i computes. The scalars of a step (where its window starts, its selection) come in SMEM blocks; those
-of the step to come arrive as a second view of the same array, one block further on.
+Queries are walked one by one, b-major: query i is token i % T of row i // T. The grid is [parts, steps]: on chips with two
+cores a part each, one after the other elsewhere. Two buffers alternate, so that the rows of query i + 1 fly in while query i
+is computed. The scalars of a step (where its window starts, its selection) come in SMEM blocks; those of the step to come
+arrive as a second view of the same array, one block further on.
 """
 
 from __future__ import annotations
@@ -35,6 +36,7 @@ class Static:
     width: int
     reach: int  # window rows fetched per query
     topk: int  # 0: no pool
+    parts: int
     scale: float
     dtype: Any  # of the products
     window: Layout
@@ -42,8 +44,21 @@ class Static:
 
     @property
     def queries(self) -> int:
-        """Steps of the grid."""
+        """B * T."""
         return self.batch * self.tokens
+
+    @property
+    def grid(self) -> tuple[int, int]:
+        """Parts, and queries in a part."""
+        return self.parts, self.queries // self.parts
+
+    def query(self, part: Any, step: Any) -> Any:
+        """The query of a step."""
+        return part * self.grid[1] + step
+
+    def per_query(self, rows: int, width: int) -> pl.BlockSpec:
+        """A query's [rows, width] of [Q, rows, width]."""
+        return pl.BlockSpec((None, rows, width), lambda part, step, *_: (self.query(part, step), 0, 0))
 
     def scalar_specs(self) -> list[pl.BlockSpec]:
         """Blocks of `Plan.scalars`: this step and the next of the scalars, the same of the selection, and the selection
@@ -52,13 +67,14 @@ class Static:
         last = self.queries - 1
 
         def smem(size: int, ahead: int) -> pl.BlockSpec:
-            return pl.BlockSpec(
-                (1, 1, size), lambda i, *_: (jnp.minimum(i + ahead, last), 0, 0), memory_space=pltpu.SMEM
-            )
+            def index(part: Any, step: Any, *_: Any) -> tuple[Any, int, int]:
+                return jnp.minimum(self.query(part, step) + ahead, last), 0, 0
+
+            return pl.BlockSpec((1, 1, size), index, memory_space=pltpu.SMEM)
 
         specs = [smem(_META, 0), smem(_META, 1)]
         if self.topk:
-            specs += [smem(self.topk, 0), smem(self.topk, 1), per_query(1, self.topk)]
+            specs += [smem(self.topk, 0), smem(self.topk, 1), self.per_query(1, self.topk)]
         return specs
 
     def source_specs(self) -> list[pl.BlockSpec]:
@@ -107,6 +123,7 @@ def make_plan(
     window: int,
     scale: float,
     causal: bool,
+    parts: int = 1,
 ) -> Plan:
     """Lay out the arguments of the door.
 
@@ -134,7 +151,7 @@ def make_plan(
     meta += [jnp.zeros_like(start_BT)] * (_META - len(meta))
     steps = jnp.stack(meta, axis=-1).astype(jnp.int32).reshape(batch * tokens, 1, _META)
     rows_layout = Layout((1,), (window_BSRL.shape[2:],), (window_BSRL.dtype,), width, None)
-    static = Static(batch, tokens, heads, width, reach, topk, scale, q_BTNH.dtype, rows_layout, pool)
+    static = Static(batch, tokens, heads, width, reach, topk, parts, scale, q_BTNH.dtype, rows_layout, pool)
     return Plan(static, [steps, steps, *scalars], sources)
 
 
@@ -144,15 +161,11 @@ def is_last(selection_BTK: jax.Array) -> jax.Array:
     return (selection_BTK >= 0) & (selection_BTK != following)
 
 
-def per_query(rows: int, width: int) -> pl.BlockSpec:
-    """A query's [rows, width] of [Q, rows, width]."""
-    return pl.BlockSpec((None, rows, width), lambda i, *_: (i, 0, 0))
-
-
 def fetch(static: Static, group: Any, scalars: Scalars, sources: list[Any], scratch: list[Any]) -> Any:
     """Wait for this step's rows and start fetching the next step's; returns the slot of the buffers that holds this step's."""
     *buffers, sems = scratch
-    step = pl.program_id(0)
+    step = pl.program_id(1)
+    query = static.query(pl.program_id(0), step)
     slot = lax.rem(step, 2)
 
     def window_copy(query: Any, meta: Any, slot: Any) -> Any:
@@ -167,13 +180,13 @@ def fetch(static: Static, group: Any, scalars: Scalars, sources: list[Any], scra
 
     @pl.when(step == 0)
     def _() -> None:
-        start(step, scalars.meta, scalars.ids, slot)
+        start(query, scalars.meta, scalars.ids, slot)
 
-    @pl.when(step + 1 < static.queries)
+    @pl.when(step + 1 < static.grid[1])
     def _() -> None:
-        start(step + 1, scalars.next_meta, scalars.next_ids, 1 - slot)
+        start(query + 1, scalars.next_meta, scalars.next_ids, 1 - slot)
 
-    window_copy(step, scalars.meta, slot).wait()
+    window_copy(query, scalars.meta, slot).wait()
     if static.pool is not None:
         wait_rows(buffers[1:], slot, sems, scalars.meta[0, 0, COUNT])
     return slot
@@ -193,7 +206,7 @@ def read(static: Static, scalars: Scalars, slot: Any, scratch: list[Any]) -> Row
     *buffers, _ = scratch
     first, end = scalars.meta[0, 0, FIRST], scalars.meta[0, 0, END]
 
-    def seen(shape: tuple[int, int], axis: int) -> jax.Array:
+    def seen(shape: tuple[int, ...], axis: int) -> jax.Array:
         row = scalars.meta[0, 0, START] + lax.broadcasted_iota(jnp.int32, shape, axis)
         return (row >= first) & (row < end)
 

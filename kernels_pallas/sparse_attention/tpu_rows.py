@@ -28,7 +28,7 @@ class Layout:
     """Static description of the arrays behind stored entries."""
 
     shares: tuple[int, ...]  # entries per unit, for each array
-    units: tuple[tuple[int, int], ...]  # (R, L) of each array
+    units: tuple[tuple[int, ...], ...]  # (R, L) of each array
     dtypes: tuple[Any, ...]
     width: int
     fmt: Format | None  # None: plain numbers

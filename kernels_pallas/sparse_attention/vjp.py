@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
@@ -50,7 +51,7 @@ def attend(
 
 
 def _forward(call: Call, *arrays: Any) -> tuple[tuple[jax.Array, jax.Array], Any]:
-    o_BTNH, lse_BTN = attend(call, *arrays)
+    o_BTNH, lse_BTN = call.module.run(*arrays, **call.options)
     return (o_BTNH, lse_BTN), (arrays, o_BTNH, lse_BTN)
 
 
@@ -62,7 +63,7 @@ def _backward(call: Call, saved: Any, cotangents: tuple[jax.Array, jax.Array]) -
     # d loss / d s = p * (do . k - do . o + dlse): what does not depend on the entry, once per query and head.
     f32 = jnp.float32
     shift_BTN = dlse_BTN.astype(f32) - jnp.sum(do_BTNH.astype(f32) * o_BTNH.astype(f32), axis=-1)
-    backward = getattr(call.module, "backward", None)
+    backward: Callable[..., Any] | None = getattr(call.module, "backward", None)
     if backward is None or isinstance(window_BSH, Packed) or isinstance(pool_GBPH, Packed):
         backward = xla.backward  # packed rows take no gradient, so that only queries and sink are asked for
         options = call.options | {"interpret": False}

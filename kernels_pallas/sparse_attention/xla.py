@@ -47,7 +47,8 @@ def run(
     """(o_BTNH, lse_BTN); see the door."""
     del interpret
     place, size, arrays = _prepare(q_BTNH, window_BSH, first_BT, pool_GBPH, group, selection_BTK, window, scale, causal)
-    return map_query_blocks(functools.partial(_attend, place, sink_N), size, *arrays)
+    o_BTNH, lse_BTN = map_query_blocks(functools.partial(_attend, place, sink_N), size, *arrays)
+    return o_BTNH, lse_BTN
 
 
 def backward(
