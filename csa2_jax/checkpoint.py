@@ -51,9 +51,9 @@ def load_checkpoint(
 ) -> Model:
     """The model in `directory` (config.json beside model.safetensors or an index with shards), ready to run.
 
-    compute_dtype, fake_quant, implementation, interpret: see `Numerics`. weights: "stored" keeps fp8 and fp4 weights quantised and dequantises per
-    use; "float32" and "bfloat16" dequantise them exactly while loading. scan_layers=False unrolls the layers, for
-    debugging.
+    compute_dtype, fake_quant, implementation, interpret: see `Numerics`. weights: "stored" keeps fp8 and fp4 weights
+    quantised and dequantises per use; "float32" and "bfloat16" dequantise them exactly while loading. scan_layers=False
+    unrolls the layers, for debugging.
 
     Raises ValueError for a configuration that contradicts itself, CheckpointError (a ValueError) for files that do not
     match it, FileNotFoundError for absent ones; all before anything large is allocated, except a scale of byte 255

@@ -11,16 +11,19 @@ Number formats and packed storage are in `formats` and `storage`.
 """
 
 from kernels_pallas import formats, storage
-from kernels_pallas.compress import compress
+from kernels_pallas.compress import Compressed, compress, compress_entries, empty_half
 from kernels_pallas.dispatch import Unsupported
 from kernels_pallas.index_select import index_scores, index_select
 from kernels_pallas.sparse_attention import sparse_attention
 from kernels_pallas.storage import Packed
 
 __all__ = [
+    "Compressed",
     "Packed",
     "Unsupported",
     "compress",
+    "compress_entries",
+    "empty_half",
     "formats",
     "index_scores",
     "index_select",

@@ -176,3 +176,30 @@ def gather(entries: Entries, group: jax.Array | int, index: jax.Array, block: in
     if isinstance(entries, Packed):
         return decode(take(entries.codes, entries.code_bytes), take(entries.scales, entries.scale_bytes), entries.fmt)
     return take(entries, shape(entries)[3])
+
+
+def write(entries: Entries, group: jax.Array | int | slice, slot_BE: jax.Array, rows_BEH: jax.Array) -> Entries:
+    """Store numbers [B, E, H] as the entries `slot_BE` of one group ([G, B, E, H] of all groups for a slice), in place under jit.
+
+    Packed storage rounds them to its format. Slots beyond the last entry are dropped. No two rows may share a slot.
+    """
+    if not isinstance(entries, Packed):
+        return _write(entries, group, slot_BE, rows_BEH.astype(entries.dtype), shape(entries)[3])
+    codes, scales = encode(rows_BEH, entries.fmt)
+    return dataclasses.replace(
+        entries,
+        codes=_write(entries.codes, group, slot_BE, codes, entries.code_bytes),
+        scales=_write(entries.scales, group, slot_BE, scales, entries.scale_bytes),
+    )
+
+
+def _write(a: jax.Array, group: jax.Array | int | slice, slot_BE: jax.Array, rows: jax.Array, size: int) -> jax.Array:
+    """Rows of `size` numbers or bytes; several may share a unit of `a`, or one may fill whole rows of it."""
+    b = jnp.arange(slot_BE.shape[0])[:, None]
+    if a.ndim == 4 or a.shape[3] * a.shape[4] == size:
+        rows = rows.reshape(*rows.shape[:-1], *a.shape[3:])
+        return a.at[group, b, slot_BE].set(rows, mode="drop")
+    share = a.shape[3] * a.shape[4] // size
+    place = (slot_BE % share)[..., None] * size + jnp.arange(size)  # byte of the unit
+    unit = (slot_BE // share)[..., None]
+    return a.at[group, b[..., None], unit, place // LANES, place % LANES].set(rows, mode="drop")

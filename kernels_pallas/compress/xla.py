@@ -7,49 +7,57 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from kernels_pallas.compress import rows, steps
+from kernels_pallas.compress.steps import Finish, Tail
+
 
 def run(
-    c_BTH: jax.Array,
-    z_BTH: jax.Array,
-    c_half_BMH: jax.Array,
-    z_half_BMH: jax.Array,
+    c_BTW: jax.Array,
+    z_BTW: jax.Array | None,
+    c_half_BMW: jax.Array | None,
+    z_half_BMW: jax.Array | None,
     phase_B: jax.Array,
     count_B: jax.Array,
+    bias_MW: jax.Array | None,
+    tail: Tail | None,
     *,
     ratio: int,
+    overlap: bool,
+    finish: Finish | None,
     interpret: Any = False,
-) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """(entries, c_half, z_half); see the door. Waiting and new rows are laid out as one sequence that starts at the open group's first token."""
+) -> tuple[Any, jax.Array | None, jax.Array | None]:
+    """(pooled entries, or with `finish` a latent and a stored entry; c_half; z_half). See the doors."""
     del interpret
-    if ratio == 1:
-        return c_BTH, c_half_BMH, z_half_BMH
-    batch, tokens, width = c_BTH.shape
-    entries = (tokens + ratio - 1) // ratio
-    rows_BU = _sources(phase_B, entries * ratio, tokens, ratio)
-    c_BUH = _take(jnp.concatenate([c_half_BMH, c_BTH], axis=1), rows_BU)
-    z_BUH = _take(jnp.concatenate([z_half_BMH, z_BTH], axis=1), rows_BU)
-    groups = (batch, entries, ratio, width)
-    weights = jax.nn.softmax(z_BUH.reshape(groups), axis=2)
-    entries_BEH = jnp.sum(weights * c_BUH.reshape(groups), axis=2)
-    # The rows behind the last complete group wait for the next call. Fewer than ratio - 1 may be real; the rest is ignored later.
-    total_B = phase_B + count_B
-    first_B = total_B - total_B % ratio
-    rest_BM = first_B[:, None] + jnp.arange(ratio - 1)
-    last = (ratio - 1) + tokens - 1
-    rest_BM = jnp.where(rest_BM < phase_B[:, None], rest_BM, rest_BM - phase_B[:, None] + ratio - 1).clip(0, last)
-    return (
-        entries_BEH,
-        _take(jnp.concatenate([c_half_BMH, c_BTH], axis=1), rest_BM),
-        _take(jnp.concatenate([z_half_BMH, z_BTH], axis=1), rest_BM),
-    )
+    if ratio == 1 and not overlap:
+        pooled_BEH = c_BTW
+    else:
+        assert z_BTW is not None
+        assert c_half_BMW is not None
+        assert z_half_BMW is not None
+        lead = rows.lead_rows(ratio, overlap)
+        length = lead + -(-c_BTW.shape[1] // ratio) * ratio
+        layout = {"ratio": ratio, "lead": lead}
+        pooled_BEH = _pool(
+            rows.sequence(c_half_BMW, c_BTW, None, phase_B, length=length, **layout),
+            rows.sequence(z_half_BMW, z_BTW, bias_MW, phase_B, length=length, **layout),
+            ratio,
+            overlap,
+        )
+        c_half_BMW = rows.carry(c_half_BMW, c_BTW, None, phase_B, count_B, **layout)
+        z_half_BMW = rows.carry(z_half_BMW, z_BTW, bias_MW, phase_B, count_B, **layout)
+    if finish is None:
+        return pooled_BEH, c_half_BMW, z_half_BMW
+    assert tail is not None
+    return steps.finish(pooled_BEH, tail, finish), c_half_BMW, z_half_BMW
 
 
-def _sources(phase_B: jax.Array, length: int, tokens: int, ratio: int) -> jax.Array:
-    """Where row u of the sequence lies in concat(half, new): u < phase waits in the half group, the others are new rows."""
-    u = jnp.arange(length)
-    rows = jnp.where(u < phase_B[:, None], u, u - phase_B[:, None] + ratio - 1)
-    return rows.clip(0, ratio - 1 + tokens - 1)
+def _pool(c_BUW: jax.Array, z_BUW: jax.Array, ratio: int, overlap: bool) -> jax.Array:
+    def groups(rows_BUW: jax.Array) -> jax.Array:
+        batch, length, width = rows_BUW.shape
+        groups_BEMW = rows_BUW.reshape(batch, length // ratio, ratio, width)
+        if not overlap:
+            return groups_BEMW
+        previous, this = groups_BEMW[:, :-1, :, : width // 2], groups_BEMW[:, 1:, :, width // 2 :]
+        return jnp.concatenate([previous, this], axis=2)
 
-
-def _take(rows_BUH: jax.Array, index_BV: jax.Array) -> jax.Array:
-    return jnp.take_along_axis(rows_BUH, index_BV[:, :, None], axis=1)
+    return jnp.sum(jax.nn.softmax(groups(z_BUW), axis=2) * groups(c_BUW), axis=2)

@@ -1,10 +1,168 @@
-"""Not written yet."""
+"""Sparse attention on a GPU (Pallas Triton): forward in `gpu_forward`, backward in `gpu_backward`; here what is chosen per call.
 
+Compiled for sm_90 (H100, H200) and sm_100 (B200), not run on any of them. The tiles are what compiles there without spilled
+registers: on sm_90 a tile of 64 rows of 512 channels is 64 KiB of shared memory, twice, beside 64 KiB of queries; on sm_100 the
+tensor memory holds the 64 x 512 sums and the scores of 32 rows.
+"""
+
+from __future__ import annotations
+
+import dataclasses
 from typing import Any
 
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+
+from kernels_pallas import dispatch, storage
 from kernels_pallas.dispatch import Unsupported
+from kernels_pallas.sparse_attention import gpu_backward, gpu_forward
+from kernels_pallas.sparse_attention.gpu_forward import Static, Tiles
+from kernels_pallas.sparse_attention.gpu_rows import Layout, lay_out
+from kernels_pallas.storage import Entries, Packed
+
+PROGRAMS = 132  # that a GPU takes at once (its multiprocessors): calls with fewer share the rows of a query
+MAX_WIDTH = 512  # of a row, whose sums are held in registers
+HOPPER = ("H100", "H200", "H800", "H20", "GH200")
+HOPPER_ROWS, BLACKWELL_ROWS = 64, 32  # of a block
+INTERPRETED = Tiles(heads=16, rows=16, warps=4, stages=1)
+INTERPRETED_PROGRAMS = 8  # few, so that small tests meet calls with and without splits
 
 
-def check(*args: Any, interpret: Any, **kwargs: Any) -> None:
-    """Refuse."""
-    raise Unsupported("not written yet")
+def check(
+    q_BTNH: jax.Array,
+    window_BSH: Entries,
+    first_BT: jax.Array,
+    sink_N: jax.Array,
+    pool_GBPH: Entries | None,
+    group: jax.Array | int,
+    selection_BTK: jax.Array | None,
+    *,
+    window: int,
+    scale: float,
+    causal: bool,
+    interpret: Any,
+) -> None:
+    """Unsupported for widths and byte arrays that the hardware path cannot take."""
+    del first_BT, sink_N, group, selection_BTK, window, scale, causal
+    if interpret:
+        return
+    width = q_BTNH.shape[3]
+    if width != pl.next_power_of_2(width) or not 16 <= width <= MAX_WIDTH:
+        raise Unsupported(f"{width=} must be a power of two from 16 to {MAX_WIDTH} on a GPU: pad the heads with zeros")
+    for entries in (window_BSH, pool_GBPH):
+        if not isinstance(entries, Packed):
+            continue
+        bytes_ = [entries.scales, *([entries.codes] if entries.fmt.element == "e4m3" else [])]
+        for a in bytes_:
+            if 2**31 < a.size <= 2**32:  # Pallas would index it by signed 32 bits; below they suffice, above it takes 64
+                raise Unsupported(f"{a.shape=} holds {a.size} bytes; from 2 to 4 GiB are out of reach: split the stack")
+
+
+def run(
+    q_BTNH: jax.Array,
+    window_BSH: Entries,
+    first_BT: jax.Array,
+    sink_N: jax.Array,
+    pool_GBPH: Entries | None,
+    group: jax.Array | int,
+    selection_BTK: jax.Array | None,
+    *,
+    window: int,
+    scale: float,
+    causal: bool,
+    interpret: Any = False,
+) -> tuple[jax.Array, jax.Array]:
+    """(o_BTNH, lse_BTN); see the door."""
+    static, stored = _plan(
+        q_BTNH, window_BSH, pool_GBPH, selection_BTK, window=window, scale=scale, causal=causal, interpret=interpret
+    )
+    picks = [] if selection_BTK is None else [selection_BTK]
+    arrays = [q_BTNH, first_BT, sink_N.astype(jnp.float32), *picks, *stored]
+    return gpu_forward.forward(static, bool(interpret), jnp.asarray(group, jnp.int32), arrays)
+
+
+def backward(
+    q_BTNH: jax.Array,
+    window_BSH: jax.Array,
+    first_BT: jax.Array,
+    sink_N: jax.Array,
+    pool_GBPH: jax.Array | None,
+    group: jax.Array | int,
+    selection_BTK: jax.Array | None,
+    do_BTNH: jax.Array,
+    lse_BTN: jax.Array,
+    shift_BTN: jax.Array,
+    *,
+    window: int,
+    scale: float,
+    causal: bool,
+    interpret: Any = False,
+) -> tuple[jax.Array, jax.Array, jax.Array | None]:
+    """Cotangents (dq in q's dtype, dwindow f32 [B, S, H], dpool f32 [G, B, P, H] or None) of plain rows; see `vjp`."""
+    del sink_N
+    static, stored = _plan(
+        q_BTNH, window_BSH, pool_GBPH, selection_BTK,
+        window=window, scale=scale, causal=causal, interpret=interpret, forward=False,
+    )  # fmt: skip
+    picks = [] if selection_BTK is None else [selection_BTK]
+    arrays = [q_BTNH, do_BTNH, first_BT, lse_BTN, shift_BTN, *picks, *stored]
+    return gpu_backward.backward(static, bool(interpret), jnp.asarray(group, jnp.int32), arrays)
+
+
+def _plan(
+    q_BTNH: jax.Array,
+    window_BSH: Entries,
+    pool_GBPH: Entries | None,
+    selection_BTK: jax.Array | None,
+    *,
+    window: int,
+    scale: float,
+    causal: bool,
+    interpret: Any,
+    forward: bool = True,
+) -> tuple[Static, list[jax.Array]]:
+    """Sizes, layouts and tiles, and the arrays of window and pool."""
+    batch, tokens, heads, width = q_BTNH.shape
+    rows, window_arrays = lay_out(window_BSH if isinstance(window_BSH, Packed) else window_BSH[None])
+    pool, pool_arrays = lay_out(pool_GBPH) if pool_GBPH is not None else (None, [])
+    static = Static(
+        batch=batch,
+        tokens=tokens,
+        heads=heads,
+        width=width,
+        topk=0 if selection_BTK is None else selection_BTK.shape[2],
+        reach=min(window, rows.entries) if causal else rows.entries,
+        causal=causal,
+        scale=scale,
+        dtype=q_BTNH.dtype,
+        window=rows,
+        pool=pool,
+        tiles=INTERPRETED if interpret else _tiles(heads, q_BTNH.dtype, forward),
+    )
+    programs = INTERPRETED_PROGRAMS if interpret else PROGRAMS
+    blocks = pl.cdiv(static.reach, static.tiles.rows) + pl.cdiv(static.topk, static.tiles.rows)
+    splits = max(1, min(programs // static.grid[0], blocks)) if static.tiles.splits == 0 else static.tiles.splits
+    return dataclasses.replace(static, tiles=dataclasses.replace(static.tiles, splits=splits)), [
+        *[a.reshape(a.shape[1:]) for a in window_arrays],
+        *pool_arrays,
+    ]
+
+
+def _tiles(heads: int, dtype: Any, forward: bool) -> Tiles:
+    """Tiles for the device at hand: a tuned record's if there is one."""
+    kind = device_kind()
+    tuned = dispatch.records().get(kind, {}).get("sparse_attention", {})
+    if (tile := tuned.get("forward" if forward else "backward")) is not None:
+        return Tiles(**tile)
+    heads = min(max(pl.next_power_of_2(heads), 16), 64)
+    if dtype == jnp.float32:  # exact products run outside the tensor cores; twice the bytes
+        return Tiles(heads=16, rows=16, warps=8, stages=1)
+    rows = HOPPER_ROWS if any(name in kind for name in HOPPER) else BLACKWELL_ROWS
+    return Tiles(heads, rows, warps=8 if heads == 64 else 4, stages=2 if forward else 1)
+
+
+def device_kind() -> str:
+    """Name of the device that is compiled for: the one a caller declares by an abstract mesh, else the first at hand."""
+    declared = getattr(jax.sharding.get_abstract_mesh(), "abstract_device", None)
+    return (declared or jax.devices()[0]).device_kind

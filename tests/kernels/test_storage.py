@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import jax
+import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
@@ -94,3 +96,25 @@ def test_packed_says_how_many_bytes_an_entry_takes() -> None:
     packed = storage.pack(entries(), formats.WINDOW)
     assert isinstance(packed, Packed)
     assert (packed.code_bytes, packed.scale_bytes, packed.ndim) == (128, 4, 4)
+
+
+@pytest.mark.parametrize("held", ["plain", "rows of 128", *FORMATS, "main in units", "index in units"])
+def test_writing_entries_changes_those_alone_and_drops_what_has_no_slot(held: str) -> None:
+    x, new = entries(2), entries(3)[0, :, :3]
+    fmt = FORMATS.get(held.split()[0])
+    stored: object = {"plain": x, "rows of 128": storage.in_rows(np.tile(x, 2))}.get(held)
+    if held == "rows of 128":
+        new = np.tile(new, 2)
+    if stored is None:
+        stored = storage.pack(x, fmt, units=held.endswith("units"))  # type: ignore[arg-type]
+    stored = jax.tree.map(jnp.asarray, stored)
+    slots = np.array([[5, 128, 6], [127, 0, 3], [500, 501, 502]])
+    found = jax.jit(storage.write, static_argnums=1)(stored, 1, slots, new)
+    expected = np.array(storage.unpack(stored))  # type: ignore[arg-type]
+    for b in range(3):
+        for e in range(3):
+            if slots[b, e] < 128:
+                expected[1, b, slots[b, e]] = new[b, e] if fmt is None else formats.rounded(new[b, e], fmt)
+    np.testing.assert_array_equal(bits(storage.unpack(found)), bits(expected))
+    everywhere = jax.jit(lambda s, r: storage.write(s, slice(None), slots, r))(stored, np.stack([new, new]))
+    np.testing.assert_array_equal(bits(storage.unpack(everywhere))[1], bits(expected)[1])

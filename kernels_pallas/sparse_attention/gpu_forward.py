@@ -1,0 +1,234 @@
+"""The forward kernel of sparse attention on a GPU (Triton): one program takes one query, a block of heads, a share of its rows.
+
+    for blocks of R rows k (first the window's, then the selected entries'; read once, keys are the values):
+        s = q k * scale
+        m' = max(m, max s)    p = exp(s - m')    l = l exp(m - m') + sum p    a = a exp(m - m') + p k
+    o = a / (l + exp(sink - m))    lse = log(l exp(m) + exp(sink))
+
+p is rounded to the dtype of the products relative to the running maximum m', not to the final one: within bf16 rounding of the
+reference, and the same up to the order of sums in f32. l sums p before it is rounded.
+
+Up to 64 heads share every row that a program reads, so a tile of R rows is loaded (or unpacked) into shared memory once and
+multiplied twice: [64, H] x [H, R] and [64, R] x [R, H], 64 being the height of a Hopper tensor core's product. Where queries
+are too few to fill the machine, a query's blocks are shared among several programs, and a, m, l of each are combined after.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as plt
+
+from kernels_pallas.sparse_attention.gpu_rows import Layout, dot, load_rows, load_tile, rounded, spread
+
+
+@dataclasses.dataclass(frozen=True)
+class Tiles:
+    """How the work is cut."""
+
+    heads: int  # of a program
+    rows: int  # of a block
+    warps: int
+    stages: int  # blocks on their way at once
+    splits: int = 0  # programs that share the blocks of one query; 0: as few as fill the machine
+
+
+@dataclasses.dataclass(frozen=True)
+class Static:
+    """Sizes and layouts."""
+
+    batch: int
+    tokens: int
+    heads: int
+    width: int
+    topk: int  # 0: no pool
+    reach: int  # most window rows that a query reads
+    causal: bool
+    scale: float
+    dtype: Any  # of the products
+    window: Layout
+    pool: Layout | None
+    tiles: Tiles
+
+    @property
+    def head_blocks(self) -> int:
+        """Programs that share the heads of one query."""
+        return pl.cdiv(self.heads, self.tiles.heads)
+
+    @property
+    def grid(self) -> tuple[int, int]:
+        """Queries and their head blocks (neighbours read the same rows), splits."""
+        return self.batch * self.tokens * self.head_blocks, self.tiles.splits
+
+
+@dataclasses.dataclass(frozen=True)
+class Place:
+    """What a program works on: row b of the batch, token t, heads, and the window rows [start, stop)."""
+
+    b: jax.Array
+    t: jax.Array
+    heads_N: jax.Array
+    mine_N: jax.Array  # False: padding
+    start: jax.Array
+    stop: jax.Array
+
+
+def locate(static: Static, first_ref: Any) -> Place:
+    """The place of this program; first_ref [B, T]."""
+    query, head_block = jnp.divmod(pl.program_id(0), static.head_blocks)
+    b, t = jnp.divmod(query, static.tokens)
+    heads_N = head_block * static.tiles.heads + jnp.arange(static.tiles.heads, dtype=jnp.int32)
+    rows = static.window.entries
+    stop = rows - static.tokens + t + 1 if static.causal else jnp.int32(rows)
+    start = jnp.maximum(plt.load(first_ref.at[b, t]), stop - static.reach)
+    return Place(b, t, heads_N, heads_N < static.heads, jnp.maximum(start, 0), stop)
+
+
+def count_slots(static: Static, selection_ref: Any, place: Place) -> jax.Array:
+    """Slots up to the last one that is not absent; selection_ref [B, T, K]."""
+    slot = jnp.arange(pl.next_power_of_2(static.topk), dtype=jnp.int32)
+    picked = plt.load(selection_ref.at[place.b, place.t, slot], mask=slot < static.topk, other=-1)
+    return jnp.max(jnp.where(picked >= 0, slot + 1, 0))
+
+
+def picked_entries(
+    static: Static, pool: Layout, selection_ref: Any, place: Place, block: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """(entries, which are not absent) of a block of the selection."""
+    slot = block * static.tiles.rows + jnp.arange(static.tiles.rows, dtype=jnp.int32)
+    picked = plt.load(selection_ref.at[place.b, place.t, slot], mask=slot < static.topk, other=-1)
+    return jnp.clip(picked, 0, pool.entries - 1), picked >= 0
+
+
+def forward(static: Static, interpret: Any, group: jax.Array, arrays: list[jax.Array]) -> tuple[jax.Array, jax.Array]:
+    """(o [B, T, N, H], lse [B, T, N]) of arrays: q, first, sink, selection if any, those of the window and of the pool."""
+    lead, f32 = (static.batch, static.tokens, static.heads), jnp.float32
+    splits = static.tiles.splits
+    if splits == 1:
+        shapes = [jax.ShapeDtypeStruct((*lead, static.width), static.dtype), jax.ShapeDtypeStruct(lead, f32)]
+    else:
+        shapes = [
+            jax.ShapeDtypeStruct((splits, *lead, static.width), f32),
+            *[jax.ShapeDtypeStruct((splits, *lead), f32)] * 2,
+        ]
+    outputs = pl.pallas_call(
+        functools.partial(_kernel, static),
+        grid=static.grid,
+        out_shape=shapes,
+        compiler_params=plt.CompilerParams(num_warps=static.tiles.warps, num_stages=static.tiles.stages),
+        interpret=interpret,
+        name="sparse_attention",
+    )(group.reshape(1), *arrays)
+    if splits == 1:
+        return outputs[0], outputs[1]
+    return _combine(*outputs, sink_N=arrays[2], dtype=static.dtype)
+
+
+def _combine(
+    a_YBTNH: jax.Array, m_YBTN: jax.Array, l_YBTN: jax.Array, *, sink_N: jax.Array, dtype: Any
+) -> tuple[jax.Array, jax.Array]:
+    """(o, lse) of sums over Y parts of the rows, each relative to its own maximum."""
+    m_BTN = jnp.max(m_YBTN, axis=0)
+    weight = jnp.exp(m_YBTN - jnp.where(m_BTN == -jnp.inf, 0.0, m_BTN))
+    sums = jnp.sum(a_YBTNH * weight[..., None], axis=0), m_BTN, jnp.sum(l_YBTN * weight, axis=0)
+    divisor, lse = _finish(sums[1], sums[2], jnp.broadcast_to(sink_N, m_BTN.shape))
+    return rounded(sums[0] / divisor[..., None], dtype), lse
+
+
+def _finish(m: jax.Array, total: jax.Array, sink: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """(what a is divided by, lse); without entries m is -inf: the sink is left out, so that no value of it makes 0 / 0."""
+    empty = m == -jnp.inf
+    divisor = total + jnp.exp(jnp.where(empty, 0.0, sink) - jnp.where(empty, 0.0, m))
+    peak = jnp.where(empty, sink, m)
+    ceiling = jnp.maximum(jnp.maximum(peak, sink), -1e30)  # a sink of -inf is no sink
+    return divisor, ceiling + jnp.log(total * jnp.exp(peak - ceiling) + jnp.exp(sink - ceiling))
+
+
+def _kernel(static: Static, group_ref: Any, *refs: Any) -> None:
+    """One query, a block of heads, one part of its rows.
+
+    Input: group [1], q [B, T, N, H], first [B, T], sink [N], selection [B, T, K] if there is a pool, the arrays of the window
+        [B, S, X] and of the pool [G, B, P, X].
+    Output: o [B, T, N, H] and lse [B, T, N], or of every part Y: a [Y, B, T, N, H], m and l [Y, B, T, N].
+    """
+    refs_left = list(refs)
+    q_ref, first_ref, sink_ref = refs_left[:3]
+    outputs = refs_left[-2:] if static.tiles.splits == 1 else refs_left[-3:]
+    selection_ref = refs_left[3] if static.pool else None
+    stored = refs_left[4 if static.pool else 3 :]
+    window_refs, pool_refs = stored[: static.window.arrays], stored[static.window.arrays :]
+
+    place = locate(static, first_ref)
+    b, t, rows = place.b, place.t, static.tiles.rows
+    group = group_ref[0]
+    q_NH = load_tile(q_ref, (b, t), place.heads_N, place.mine_N, static.width)
+    # The part's blocks, counted through the window's and then the selection's.
+    window_blocks = pl.cdiv(jnp.maximum(place.stop - place.start, 0), rows)
+    slots = count_slots(static, selection_ref, place) if static.pool else jnp.int32(0)
+    pool_blocks = pl.cdiv(slots, rows)
+    share = pl.cdiv(window_blocks + pool_blocks, static.tiles.splits)
+    begin = pl.program_id(1) * share
+    end = begin + share
+
+    def window_block(i: jax.Array, sums: Any) -> Any:
+        row = place.start + i * rows + jnp.arange(rows, dtype=jnp.int32)
+        there = row < place.stop
+        k_RH = load_rows(static.window, tuple(window_refs), (b,), row, there, static.dtype)
+        return _add_block(static, sums, q_NH, k_RH, there, i < window_blocks)
+
+    def pool_block(i: jax.Array, sums: Any) -> Any:
+        assert static.pool is not None
+        entry, there = picked_entries(static, static.pool, selection_ref, place, i)
+        k_RH = load_rows(static.pool, tuple(pool_refs[: static.pool.arrays]), (group, b), entry, there, static.dtype)
+        return _add_block(static, sums, q_NH, k_RH, there, i < pool_blocks)
+
+    heads, f32 = static.tiles.heads, jnp.float32
+    sums = jnp.full(heads, -jnp.inf, f32), jnp.zeros(heads, f32), jnp.zeros((heads, static.width), f32)
+    sums = lax.fori_loop(jnp.minimum(begin, window_blocks), jnp.minimum(end, window_blocks), window_block, sums)
+    if static.pool:
+        begin, end = (jnp.clip(block - window_blocks, 0, pool_blocks) for block in (begin, end))
+        sums = lax.fori_loop(begin, end, pool_block, sums)
+
+    m_N, l_N, a_NH = sums
+    shape = (heads, static.width)
+    wide = (spread(place.heads_N, shape, 0), lax.broadcasted_iota(jnp.int32, shape, 1))
+    mine_NH = spread(place.mine_N, shape, 0)
+    if static.tiles.splits == 1:
+        sink_N = plt.load(sink_ref.at[place.heads_N], mask=place.mine_N, other=0.0)
+        divisor, lse_N = _finish(m_N, l_N, sink_N)
+        plt.store(outputs[0].at[(b, t, *wide)], rounded(a_NH / spread(divisor, shape, 0), static.dtype), mask=mine_NH)
+        plt.store(outputs[1].at[b, t, place.heads_N], lse_N, mask=place.mine_N)
+        return
+    part = pl.program_id(1)
+    plt.store(outputs[0].at[(part, b, t, *wide)], a_NH, mask=mine_NH)
+    for ref, value in zip(outputs[1:], (m_N, l_N), strict=True):
+        plt.store(ref.at[part, b, t, place.heads_N], value, mask=place.mine_N)
+
+
+def _add_block(static: Static, sums: Any, q_NH: jax.Array, k_RH: jax.Array, there_R: jax.Array, live: jax.Array) -> Any:
+    """The sums (m, l, a) with a block of rows added."""
+    m_N, l_N, a_NH = sums
+    raw_NR = dot(q_NH, k_RH, 1, 1)
+    shape = raw_NR.shape
+
+    def weigh() -> tuple[jax.Array, ...]:
+        s_NR = jnp.where(spread(there_R, shape, 1), raw_NR * static.scale, -jnp.inf)
+        peak = jnp.maximum(m_N, jnp.max(s_NR, axis=1))
+        floor = jnp.where(peak == -jnp.inf, 0.0, peak)
+        old = jnp.exp(m_N - floor)
+        p_NR = jnp.exp(s_NR - spread(floor, shape, 0))
+        return peak, l_N * old + jnp.sum(p_NR, axis=1), old, rounded(p_NR, static.dtype)
+
+    def keep() -> tuple[jax.Array, ...]:
+        return m_N, l_N, jnp.ones_like(m_N), jnp.zeros(shape, static.dtype)
+
+    # `live` always holds. The branch is for the compiler: it gives all warps to the heads of a product that another product
+    # follows in the same region, and with 8 warps on 64 heads every score would be computed twice.
+    m_N, l_N, old_N, p_NR = lax.cond(live, weigh, keep)
+    return m_N, l_N, a_NH * spread(old_N, a_NH.shape, 0) + dot(p_NR, k_RH, 1, 0)
