@@ -1,9 +1,12 @@
 # Everything here sets itself up: a Python of at least 3.11 and a package index are all that is needed.
 #
 #   make demo     look at a recorded checkpoint, check the model against its recording, generate from it
-#   make test     formatting, lint, types, and the whole test suite
+#   make test     formatting, lint, types, and the whole test suite, compiling the kernels for TPUs and GPUs that are not there
+#   make bench    on a GPU or TPU, the kernels against XLA; on a CPU, XLA against NumPy (BENCH_ARGS=--help tells more)
 #
-# PYTHON=... chooses the interpreter, PYTEST_ARGS=... is handed to pytest, VENV=... is where things are installed.
+# PYTHON=... chooses the interpreter, PYTEST_ARGS=... is handed to pytest, VENV=... is where things are installed. The compilers for
+# TPUs and GPUs are wheels of 400 MB, fetched once into build; where they cannot be had, the tests that need them are skipped, and
+# CSA2_REQUIRE_AOT=1 makes that an error.
 
 SHELL := /bin/bash
 VENV ?= .venv
@@ -19,11 +22,15 @@ PYTHON ?= $(shell for python in python3 python python3.11 python3.12 python3.13 
 # Compiled programs are kept between runs and shared between test processes.
 export JAX_COMPILATION_CACHE_DIR ?= $(CURDIR)/build/jax-cache
 
-.PHONY: help setup test demo lint format smoke wheel clean
+# One set of compilers per environment, because each jax wants its own: build/aot for .venv, build/aot-x for .venv-x.
+export CSA2_AOT ?= $(CURDIR)/build/aot$(VENV:.venv%=%)
+
+.PHONY: help setup test bench demo lint format smoke aot-compilers aot-report wheel clean
 
 help:
 	@sed -n '/^#   make/s/^# *//p' Makefile
-	@echo "also: make lint, make format, make smoke, make wheel, make clean"
+	@echo "also: make lint, make format, make smoke, make wheel, make clean,"
+	@echo "make aot-compilers (fetches them), make aot-report (compiles everything and writes docs/compiled.md)"
 
 setup: $(READY)
 
@@ -42,7 +49,16 @@ format: $(READY)
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-test: lint
+aot-compilers: $(READY)
+	@$(BIN)/python -m tests.aot.compilers
+
+aot-report: aot-compilers
+	$(BIN)/python -m tests.aot.report
+
+bench: $(READY)
+	$(BIN)/python benchmarks/kernels.py $(BENCH_ARGS)
+
+test: lint aot-compilers
 	JAX_PLATFORMS=$${JAX_PLATFORMS:-cpu} $(BIN)/python -m pytest -n 2 --dist worksteal $(PYTEST_ARGS)
 
 smoke: $(READY)

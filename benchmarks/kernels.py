@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import jax
 import tyro
@@ -118,15 +118,16 @@ def _device(
     others, missing = ([], []) if interpret else kernels_measure.others()
     small = {"copied": 1 << 20, "side": 64} if jax.default_backend() == "cpu" else {}
     found_ceilings = kernels_measure.ceilings(repeat=repeat, **small)
-    tiles: dict[str, dict[str, int]] = {}
-    tried: dict[str, list[dict[str, object]]] = {}
+    tiles: dict[Door, dict[str, Any]] = {}
+    tried: dict[Door, list[dict[str, Any]]] = {}
     if tuned is not None:
-        for door in dict.fromkeys(call.door for call in calls):
-            of_door = [call for call in calls if call.door == door]
-            console.print(f"trying tile sizes of {door}")
+        door: Door
+        for door in DOORS:
+            of_door = [call for call in calls if call.door == door and call.for_tuning]
             tiles[door], tried[door] = kernels_record.choose(
                 implementation, door, of_door, repeat=max(1, repeat // 2), interpret=interpret
             )
+            console.print(f"{door}: {len(tried[door])} tile sizes tried, {tiles[door] or 'the defaults'} taken")
     with kernels_record.using_all(implementation, tiles):
         measurements = [
             kernels_measure.measure(call, implementation, repeat=repeat, interpret=interpret, others=others)
@@ -136,17 +137,16 @@ def _device(
     for line in missing:
         console.print(line)
     for m in measurements:
-        if m.refused:
-            console.print(f"{m.call}: refused, {m.refused}")
-    disagreeing = [m.call for m in measurements if not m.refused and not m.agrees]
+        if m.refused or m.fault:
+            console.print(f"{m.call}: {f'refused, {m.refused}' if m.refused else m.fault}")
     if tuned is not None:
         try:
-            path = kernels_record.write(tuned, kind, calls, measurements, found_ceilings, tiles, tried)
+            path = kernels_record.write(tuned, kind, implementation, calls, measurements, found_ceilings, tiles, tried)
         except ValueError as error:
             console.print(str(error))
             return 1
         console.print(f"recorded in {path}")
-    return 1 if disagreeing else 0
+    return 1 if any(m.wrong for m in measurements) else 0
 
 
 def _table(
@@ -169,7 +169,7 @@ def _table(
         table.add_column(f"{name} / kernel", justify="right")
     for call, m in zip(calls, measurements, strict=True):
         if not m.proven:
-            table.add_row(call.name, "refused" if m.refused else f"{m.error:.1e} DISAGREES")
+            table.add_row(call.name, "refused" if m.refused else "fails" if m.fault else f"{m.error:.1e} DISAGREES")
             continue
         cost, short = call.cost(), kernels_roofline.short
         moved, multiplied = cost.bytes / m.seconds, cost.flops / m.seconds

@@ -81,6 +81,12 @@ class Call:
         return " ".join(part for part in (*parts, self.storage) if part)
 
     @property
+    def for_tuning(self) -> bool:
+        """Whether tile sizes are chosen by it: full batches and long chunks, where a device is busy; pools of 64k entries."""
+        busy = self.batch * self.tokens >= 64 or self.sizes == TINY
+        return busy and self.entries <= K64 and self.kind in ("", "select")
+
+    @property
     def dtype(self) -> Any:
         """Of queries."""
         return jnp.float32 if self.storage == "f32" else jnp.bfloat16
@@ -340,12 +346,13 @@ def _select(call: Call, how: dict[str, Any], q: Any, w: Any, visible: Any, *rest
 
 
 def _compress(call: Call, how: dict[str, Any], *args: Any) -> tuple[Any, ...]:
-    *arrays, cos, sin = args
+    *_, phase, count, norm, cos, sin = args
     kept: dict[str, Any] = {"storage": "packed"} if call.storage == "packed" else {"storage": "plain"}
     done = compress_entries(
-        *arrays, (cos, sin), ratio=call.sizes.ratio, eps=1e-20, dtype=call.dtype, entry_dtype=call.dtype, **kept, **how
+        *(args[0], args[1], args[2], args[3], phase, count, norm, (cos, sin)),
+        **{"ratio": call.sizes.ratio, "eps": 1e-20, "dtype": call.dtype, "entry_dtype": call.dtype, **kept, **how},
     )
-    complete = (arrays[4] + arrays[5]) // call.sizes.ratio  # what lies behind the complete entries is unspecified
+    complete = (phase + count) // call.sizes.ratio  # what lies behind the complete entries is unspecified
     seen = jnp.arange(done.latent_BEH.shape[1]) < complete[:, None]
     entries = jax.tree.map(lambda a: a if a.ndim == 3 else a[0], done.entries_BEH)
     stored = jax.tree.leaves(entries)

@@ -35,7 +35,7 @@ class Measurement:
     """One call of one implementation.
 
     error: of the worst output against XLA, relative to its largest number; of integers, the share that differs. refused: why
-    there is nothing else here. others: seconds of what it was put beside.
+    there is nothing else here. fault: what went wrong instead of a result. others: seconds of what it was put beside.
     """
 
     call: str
@@ -44,12 +44,18 @@ class Measurement:
     error: float = 0.0
     agrees: bool = False
     refused: str = ""
+    fault: str = ""
     others: dict[str, float] = dataclasses.field(default_factory=dict)
 
     @property
     def proven(self) -> bool:
         """Whether it ran and agreed."""
-        return not self.refused and self.agrees
+        return self.agrees and not self.wrong and not self.refused
+
+    @property
+    def wrong(self) -> bool:
+        """Whether it failed or disagreed."""
+        return bool(self.fault) or not (self.refused or self.agrees)
 
 
 # Largest error, relative to the largest number of the same output: one rounding to bf16 apart, or f32 sums in another order.
@@ -135,6 +141,9 @@ def measure(
         ours = jax.block_until_ready(jax.jit(kernel)(*args))
     except Unsupported as refusal:
         found.refused = str(refusal)
+        return found
+    except Exception as error:  # a compiler's or a device's; the other calls are worth knowing all the same
+        found.fault = f"{type(error).__name__}: {error}"[:500]
         return found
     reference_args = args if implementation != "pallas_tpu" else call.inputs(0)
     reference = jax.jit(call.function("xla"))

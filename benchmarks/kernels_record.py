@@ -1,12 +1,13 @@
 """Tile sizes tried on this device, and the record of what was measured: `kernels_pallas/tuned/<device>.json`.
 
-A record makes `implementation=None` prefer the kernels on devices of its kind (`kernels_pallas.dispatch`). So it is written only
-where every call agreed with XLA.
+A record makes `implementation=None` prefer the kernels on devices of its kind (`kernels_pallas.dispatch`), so it is written only
+where every call agreed with XLA. Beside what was measured it holds the tile sizes that won, as record[door][key].
 """
 
 from __future__ import annotations
 
 import contextlib
+import copy
 import dataclasses
 import datetime
 import importlib
@@ -16,77 +17,107 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
+from unittest import mock
 
 import jax
 
 from benchmarks.kernels_calls import DOORS, Call, Door
 from benchmarks.kernels_measure import Ceilings, Measurement, measure
+from kernels_pallas import dispatch
 
 
 @dataclasses.dataclass(frozen=True)
-class Tiles:
-    """Constants of a module that a device may want otherwise, and the values to try; the first of each is the default."""
+class Tunable:
+    """Tile sizes that a device may want otherwise.
 
-    module: str
-    values: Mapping[str, tuple[int, ...]]
+    door, key: where a record keeps them. choices: what is tried.
+    module: empty where the kernel reads them from the record; else they are constants of this module.
+    """
 
-    def choices(self) -> list[dict[str, int]]:
-        """Every combination."""
-        return [dict(zip(self.values, chosen, strict=True)) for chosen in itertools.product(*self.values.values())]
+    door: str
+    key: str
+    choices: tuple[Mapping[str, Any], ...]
+    module: str = ""
 
 
-CANDIDATES: Final[dict[tuple[str, Door], Tiles]] = {}
+def _grid(**values: tuple[Any, ...]) -> tuple[dict[str, Any], ...]:
+    """Every combination."""
+    return tuple(dict(zip(values, chosen, strict=True)) for chosen in itertools.product(*values.values()))
+
+
+_GPU_ATTENTION = {"heads": (64,), "rows": (32, 64), "warps": (4, 8)}
+CANDIDATES: Final[dict[tuple[str, Door], Tunable]] = {
+    ("pallas_gpu", "sparse_attention"): Tunable(
+        "sparse_attention", "forward", _grid(**_GPU_ATTENTION, stages=(1, 2, 3), splits=(0,))
+    ),
+    ("pallas_gpu", "sparse_attention backward"): Tunable(
+        "sparse_attention", "backward", _grid(**_GPU_ATTENTION, stages=(1, 2), splits=(0,))
+    ),
+    ("pallas_gpu", "index_select"): Tunable(
+        "index_select",
+        "constants",
+        _grid(_STAGES=(2, 3, 4), _PROGRAMS=(264, 528)),
+        "kernels_pallas.index_select.pallas_gpu",
+    ),
+    ("pallas_gpu", "compress"): Tunable(
+        "compress", "constants", _grid(BLOCK_ENTRIES=(2, 4, 8), WARPS=(4, 8)), "kernels_pallas.compress.pallas_gpu"
+    ),
+    ("pallas_tpu", "sparse_attention"): Tunable(
+        "sparse_attention", "constants", _grid(UNROLL=(4, 8, 16)), "kernels_pallas.sparse_attention.tpu_rows"
+    ),
+    ("pallas_tpu", "compress"): Tunable(
+        "compress", "constants", _grid(BLOCK_BYTES=(1 << 19, 1 << 20, 1 << 21)), "kernels_pallas.compress.pallas_tpu"
+    ),
+}
 
 
 @contextlib.contextmanager
-def using(tiles: Tiles, chosen: Mapping[str, int]) -> Iterator[None]:
+def using(tunable: Tunable, chosen: Mapping[str, Any]) -> Iterator[None]:
     """Kernels traced inside have these tile sizes."""
-    module = importlib.import_module(tiles.module)
-    before = {name: getattr(module, name) for name in chosen}
-    try:
-        for name, value in chosen.items():
-            setattr(module, name, value)
+    with contextlib.ExitStack() as stack:
+        if tunable.module:
+            module = importlib.import_module(tunable.module)
+            for name, value in chosen.items():
+                stack.enter_context(mock.patch.object(module, name, value))
+        else:
+            kind = jax.devices()[0].device_kind
+            records = copy.deepcopy(dispatch.records())
+            records.setdefault(kind, {}).setdefault(tunable.door, {})[tunable.key] = dict(chosen)
+            stack.enter_context(mock.patch.object(dispatch, "records", return_value=records))
         jax.clear_caches()
         yield
-    finally:
-        for name, value in before.items():
-            setattr(module, name, value)
-        jax.clear_caches()
+    jax.clear_caches()
 
 
 @contextlib.contextmanager
-def using_all(implementation: str, chosen: Mapping[str, Mapping[str, int]]) -> Iterator[None]:
+def using_all(implementation: str, chosen: Mapping[Door, Mapping[str, Any]]) -> Iterator[None]:
     """The same for the tile sizes of several doors."""
     with contextlib.ExitStack() as stack:
-        for (name, door), tiles in CANDIDATES.items():
+        for (name, door), tunable in CANDIDATES.items():
             if name == implementation and chosen.get(door):
-                stack.enter_context(using(tiles, chosen[door]))
+                stack.enter_context(using(tunable, chosen[door]))
         yield
 
 
 def choose(
     implementation: str, door: Door, calls: Sequence[Call], *, repeat: int, interpret: bool = False
-) -> tuple[dict[str, int], list[dict[str, Any]]]:
+) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     """The tile sizes with the least time over the calls, summed as multiples of each call's best; and all that was tried.
 
     A combination that refuses, fails or disagrees on any call is out.
     """
-    tiles = CANDIDATES.get((implementation, door))
-    if tiles is None or not calls:
+    tunable = CANDIDATES.get((implementation, door))
+    if tunable is None or not calls:
         return {}, []
     tried: list[dict[str, Any]] = []
-    for chosen in tiles.choices():
-        entry: dict[str, Any] = {"tiles": chosen, "seconds": {}}
+    for chosen in tunable.choices:
+        entry: dict[str, Any] = {"tiles": dict(chosen), "seconds": {}}
         tried.append(entry)
-        with using(tiles, chosen):
+        with using(tunable, chosen):
             for call in calls:
-                try:
-                    found = measure(call, implementation, repeat=repeat, interpret=interpret)
-                except Exception as error:  # whatever a compiler says to a tile that is too large for it
-                    entry["fault"] = f"{call.name}: {type(error).__name__}: {error}"[:300]
-                    break
+                found = measure(call, implementation, repeat=repeat, interpret=interpret)
                 if not found.proven:
-                    entry["fault"] = f"{call.name}: {found.refused or f'error {found.error:.2g}'}"
+                    entry["fault"] = f"{call.name}: {found.refused or found.fault or f'error {found.error:.2g}'}"
                     break
                 entry["seconds"][call.name] = found.seconds
     sound = [entry for entry in tried if "fault" not in entry]
@@ -100,31 +131,36 @@ def choose(
 def write(
     folder: Path,
     kind: str,
+    implementation: str,
     calls: Sequence[Call],
     measurements: Sequence[Measurement],
-    found_ceilings: Ceilings,
-    tiles: Mapping[str, Mapping[str, int]],
-    tried: Mapping[str, Sequence[Mapping[str, Any]]],
+    found: Ceilings,
+    tiles: Mapping[Door, Mapping[str, Any]],
+    tried: Mapping[Door, Sequence[Mapping[str, Any]]],
 ) -> Path:
     """Write the record of a device kind. Calls that the kernels refuse are recorded as that: dispatch goes on to XLA for those.
 
     Raises ValueError, and nothing is written, if a call disagreed with XLA or a door has no call that was proven.
     """
-    faults = [f"{m.call}: error {m.error:.2g}" for m in measurements if not m.refused and not m.agrees]
+    faults = [f"{m.call}: {m.fault or f'error {m.error:.2g}'}" for m in measurements if m.wrong]
     proven = {call.door for call, m in zip(calls, measurements, strict=True) if m.proven}
     faults += [f"no proven call of {door}" for door in DOORS if door not in proven]
     if faults:
         raise ValueError(f"no record for {kind!r}: {'; '.join(faults)}")
-    record = {
+    record: dict[str, Any] = {
         "device_kind": kind,
         "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
         "jax": jax.__version__,
-        "ceilings": dataclasses.asdict(found_ceilings),
-        "tiles": {door: dict(chosen) for door, chosen in tiles.items()},
-        "tried": {door: list(entries) for door, entries in tried.items()},
-        "measurements": [dataclasses.asdict(m) for m in measurements],
+        "implementation": implementation,
+        "ceilings": dataclasses.asdict(found),
     }
+    for (name, door), tunable in CANDIDATES.items():
+        if name == implementation and tiles.get(door):
+            record.setdefault(tunable.door, {})[tunable.key] = dict(tiles[door])
+    record["measurements"] = [dataclasses.asdict(m) for m in measurements]
+    record["tried"] = {door: list(entries) for door, entries in tried.items()}
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"{re.sub(r'[^a-z0-9]+', '_', kind.lower()).strip('_')}.json"
     path.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+    dispatch.records.cache_clear()
     return path

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import importlib
 import subprocess
 import sys
 from pathlib import Path
@@ -13,11 +14,12 @@ import jax.numpy as jnp
 import pytest
 
 from benchmarks import kernels, kernels_calls, kernels_cpu, kernels_record
-from benchmarks.kernels_calls import Call, Cost, entry_bytes, released, tiny
+from benchmarks.kernels_calls import Call, Cost, Door, entry_bytes, released, tiny
 from benchmarks.kernels_measure import Ceilings, Measurement, differences, measure, repeat_call, seconds_per_call
-from benchmarks.kernels_record import Tiles
+from benchmarks.kernels_record import Tunable
 from benchmarks.kernels_roofline import PEAKS, Peak, floor
 from kernels_pallas import dispatch, formats
+from kernels_pallas.sparse_attention import gpu_forward
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -202,8 +204,9 @@ def test_wrong_kernel_is_seen_and_not_timed(broken, call):
 def _record(tmp_path, calls, changes=None):
     measurements = [Measurement(call.name, "pallas_gpu", 1e-3, 0.0, True) for call in calls]
     measurements = [dataclasses.replace(m, **(changes or {}).get(i, {})) for i, m in enumerate(measurements)]
-    tiles = {"index_select": {"_CHUNK": 256}}
-    return kernels_record.write(tmp_path, "NVIDIA H200", calls, measurements, Ceilings(1e12, 1e14), tiles, {})
+    tiles: dict[Door, dict[str, int]] = {"sparse_attention": {"rows": 32}, "index_select": {"_STAGES": 2}}
+    ceilings = Ceilings(1e12, 1e14)
+    return kernels_record.write(tmp_path, "NVIDIA H200", "pallas_gpu", calls, measurements, ceilings, tiles, {})
 
 
 def test_record_is_read_by_dispatch(tmp_path, monkeypatch):
@@ -214,7 +217,8 @@ def test_record_is_read_by_dispatch(tmp_path, monkeypatch):
     try:
         (record,) = dispatch.records().values()
         assert record["device_kind"] == "NVIDIA H200"
-        assert record["tiles"] == {"index_select": {"_CHUNK": 256}}
+        assert record["sparse_attention"] == {"forward": {"rows": 32}}
+        assert record["index_select"] == {"constants": {"_STAGES": 2}}
         assert len(record["measurements"]) == len(tiny())
         monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
         monkeypatch.setattr(jax, "devices", lambda: [type("Device", (), {"device_kind": "NVIDIA H200"})])
@@ -242,23 +246,43 @@ def test_refused_call_does_not_stand_in_the_way(tmp_path):
     assert _record(tmp_path, tiny(), {select: {"refused": "too many", "agrees": False}}).exists()
 
 
-def test_tile_sizes_are_chosen_by_time_among_those_that_agree(monkeypatch):
+@pytest.fixture(params=["constants", "record"])
+def tunable(request, monkeypatch):
+    """(what is tuned, how a kernel would see the size in force): constants of a module, or the record of the device."""
+    choices = ({"K4": 16}, {"K4": 32}, {"K4": 64})
+    if request.param == "constants":
+        monkeypatch.setattr(kernels_calls, "K4", 16)
+        return Tunable("compress", "constants", choices, "benchmarks.kernels_calls"), lambda: kernels_calls.K4
+    kind = jax.devices()[0].device_kind
+    found = Tunable("compress", "tiles", choices)
+    return found, lambda: dispatch.records().get(kind, {}).get("compress", {}).get("tiles", {"K4": 16})["K4"]
+
+
+def test_tile_sizes_are_chosen_by_time_among_those_that_agree(tunable, monkeypatch):
     """Of three sizes the fastest is wrong; the default comes back afterwards."""
-    monkeypatch.setattr(kernels_calls, "K4", 16, raising=True)
-    tiles = Tiles("benchmarks.kernels_calls", {"K4": (16, 32, 64)})
-    monkeypatch.setitem(kernels_record.CANDIDATES, ("pallas_gpu", "compress"), tiles)
+    found, in_force = tunable
+    monkeypatch.setitem(kernels_record.CANDIDATES, ("pallas_gpu", "compress"), found)
 
     def measured(call, implementation, **_):
-        size = kernels_calls.K4
-        return Measurement(call.name, implementation, seconds=1 / size, agrees=size != 64)
+        return Measurement(call.name, implementation, seconds=1 / in_force(), agrees=in_force() != 64)
 
     monkeypatch.setattr(kernels_record, "measure", measured)
     chosen, tried = kernels_record.choose("pallas_gpu", "compress", tiny(("compress",)), repeat=1)
     assert chosen == {"K4": 32}
     assert [("fault" in entry) for entry in tried] == [False, False, True]
-    assert kernels_calls.K4 == 16
+    assert in_force() == 16
     with kernels_record.using_all("pallas_gpu", {"compress": chosen}):
-        assert kernels_calls.K4 == 32
+        assert in_force() == 32
+
+
+def test_call_that_fails_is_a_fault_and_not_the_end(monkeypatch):
+    def fails(self, implementation, *, interpret=False):
+        raise RuntimeError("shared memory exhausted")
+
+    monkeypatch.setattr(Call, "function", lambda *args, **rest: functools.partial(fails, *args, **rest))
+    found = measure(tiny()[0], "pallas_gpu", repeat=1)
+    assert (found.wrong, found.proven) == (True, False)
+    assert "shared memory exhausted" in found.fault
 
 
 def test_record_needs_a_device():
@@ -285,11 +309,13 @@ def test_device_table_shows_shares_of_measured_ceilings(broken, capsys):
     assert "DISAGREES" in capsys.readouterr().out
 
 
-def test_candidates_name_constants_that_exist():
-    import importlib
-
-    for (implementation, _), tiles in kernels_record.CANDIDATES.items():
-        module = importlib.import_module(tiles.module)
+def test_candidates_are_constants_or_tiles_that_exist():
+    for (implementation, door), tunable in kernels_record.CANDIDATES.items():
         assert implementation.startswith("pallas_")
-        for name, values in tiles.values.items():
-            assert getattr(module, name) in values, f"{tiles.module}.{name}"
+        assert any(call.for_tuning for call in released((door,)))
+        if not tunable.module:
+            assert all(gpu_forward.Tiles(**chosen) for chosen in tunable.choices)
+            continue
+        module = importlib.import_module(tunable.module)
+        default = {name: getattr(module, name) for name in tunable.choices[0]}
+        assert default in tunable.choices, f"{tunable.module} has {default}, which is not tried"

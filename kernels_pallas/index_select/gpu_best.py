@@ -12,7 +12,7 @@ so ids stay ascending and no sort is needed. The K-th largest is found bit by bi
 
 Buffers live in global memory (one program's share stays in the L2 cache), because registers cannot be indexed. A program reads
 what its other threads wrote, so a barrier stands before such a read, and before what was read is overwritten. Compaction
-happens between runs of chunks (`make_room`), never inside: a run only reads inputs and appends, so a compiler may fetch ahead.
+happens between runs of chunks, never inside: a run only reads inputs and appends, so a compiler may fetch ahead.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class Best:
         return jnp.zeros((queries,), jnp.int32), jnp.full((queries,), self.empty, jnp.int32)
 
     def push(self, key_ref: Any, id_ref: Any, state: State, key_LQ: jax.Array, id_L: jax.Array) -> State:
-        """Append a chunk of the stream to the buffers [Q, capacity], where `make_room` has seen to it that it fits."""
+        """Append a chunk of the stream to the buffers [Q, capacity], where `compact` has seen to it that it fits."""
         n_Q, tau_Q = state
         keep_LQ = key_LQ > tau_Q[None, :]
         added_Q = jnp.sum(keep_LQ.astype(jnp.int32), axis=0)
@@ -69,32 +69,44 @@ class Best:
 
         return n_Q + added_Q, tau_Q
 
-    def make_room(self, key_ref: Any, id_ref: Any, state: State, room: int) -> State:
-        """Compact every buffer that has fewer than `room` free slots; `room` may not exceed capacity - count."""
-        queries = state[0].shape[0]
-        row_Q = jnp.arange(queries, dtype=jnp.int32)
+    def compact(self, key_ref: Any, id_ref: Any, state: State, limit: jax.Array) -> State:
+        """Compact every buffer that holds more than `limit`."""
+        row_Q = jnp.arange(state[0].shape[0], dtype=jnp.int32)
 
         def one(row: jax.Array, state: State) -> State:
-            def compact(state: State) -> State:
-                n_Q, tau_Q = state
-                key_N, id_N, place_N, tau, held = self._read(key_ref, id_ref, row, _at(n_Q, row))
+            n = _at(state[0], row)
+
+            def full(state: State) -> State:
+                # The second term is 0; without it compilers hold all these addresses in registers while scores are computed.
+                slot_N = jnp.arange(self.capacity, dtype=jnp.int32) + jnp.minimum(n, 0)
+                self.barrier()
+                key_N = plt.load(key_ref.at[row, slot_N], mask=slot_N < n, other=self.empty)
+                id_N = plt.load(id_ref.at[row, slot_N], mask=slot_N < n, other=-1)
+                place_N, tau, held = self.places(key_N)
                 self.barrier()
                 plt.store(key_ref.at[row, place_N], key_N, mask=place_N < self.count)
                 plt.store(id_ref.at[row, place_N], id_N, mask=place_N < self.count)
-                return jnp.where(row_Q == row, held, n_Q), jnp.where(row_Q == row, tau, tau_Q)
+                return jnp.where(row_Q == row, held, state[0]), jnp.where(row_Q == row, tau, state[1])
 
-            return lax.cond(_at(state[0], row) > self.capacity - room, compact, lambda s: s, state)
+            return lax.cond(n > limit, full, lambda s: s, state)
 
-        return lax.fori_loop(0, queries, one, state)
+        return lax.fori_loop(0, row_Q.shape[0], one, state)
 
-    def _read(self, key_ref: Any, id_ref: Any, row: jax.Array, n: jax.Array) -> tuple[jax.Array, ...]:
+    def copy(self, key_ref: Any, id_ref: Any, state: State, best_ids_ref: Any, best_keys_ref: Any | None) -> None:
+        """Write what the buffers hold to [Q, slots], ids and (where wanted) keys, padded with -1 and EMPTY."""
+        slots = best_ids_ref.shape[1]
         self.barrier()
-        # The second term is 0; without it compilers keep all these addresses in registers while scores are computed.
-        slot_N = jnp.arange(self.capacity, dtype=jnp.int32) + jnp.minimum(n, 0)
-        live_N = slot_N < n
-        key_N = plt.load(key_ref.at[row, slot_N], mask=live_N, other=self.empty)
-        id_N = plt.load(id_ref.at[row, slot_N], mask=live_N, other=-1)
-        return key_N, id_N, *self.places(key_N)
+
+        def one(row: jax.Array, carry: int) -> int:
+            slot_N = jnp.arange(pl.next_power_of_2(slots), dtype=jnp.int32)
+            live_N = slot_N < _at(state[0], row)
+            for to_ref, from_ref, blank in ((best_ids_ref, id_ref, -1), (best_keys_ref, key_ref, self.empty)):
+                if to_ref is not None:
+                    values_N = plt.load(from_ref.at[row, slot_N], mask=live_N, other=blank)
+                    plt.store(to_ref.at[row, slot_N], values_N, mask=slot_N < slots)
+            return carry
+
+        lax.fori_loop(0, state[0].shape[0], one, 0)
 
     def places(self, key_N: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
         """Where each of N keys goes among the best, ascending as they stand (N or more: nowhere); tau; how many are held.
@@ -125,29 +137,16 @@ class Best:
 
         return lax.fori_loop(0, self.bits, descend, jnp.int32(self.empty))
 
-    def write(self, id_ref: Any, key_ref: Any | None, row: jax.Array, found: tuple[jax.Array, ...], width: int) -> None:
-        """Write the best to row `row` of [Q, width], ids and (where wanted) keys, padded with -1 and EMPTY."""
-        key_N, id_N, place_N, _, held = found
+    def merge(self, key_N: jax.Array, id_N: jax.Array, best_ids_ref: Any, best_keys_ref: Any) -> None:
+        """Write the best of a tile of survivors to [slots], padded like `copy`."""
+        slots = best_ids_ref.shape[0]
+        place_N, _, held = self.places(key_N)
         slot_N = jnp.arange(key_N.shape[0], dtype=jnp.int32)
-        rest_N = (slot_N >= held) & (slot_N < width)
+        rest_N = (slot_N >= held) & (slot_N < slots)
         blank_N = jnp.where(rest_N, slot_N, key_N.shape[0])
-        plt.store(id_ref.at[row, place_N], id_N, mask=place_N < width)
-        plt.store(id_ref.at[row, blank_N], jnp.full_like(id_N, -1), mask=rest_N)
-        if key_ref is not None:
-            plt.store(key_ref.at[row, place_N], key_N, mask=place_N < width)
-            plt.store(key_ref.at[row, blank_N], jnp.full_like(key_N, self.empty), mask=rest_N)
-
-    def finish(
-        self, key_ref: Any, id_ref: Any, state: State, best_id_ref: Any, best_key_ref: Any | None, width: int
-    ) -> None:
-        """Write the best of every query's buffer to [Q, width]."""
-
-        def one(row: jax.Array, carry: int) -> int:
-            found = self._read(key_ref, id_ref, row, _at(state[0], row))
-            self.write(best_id_ref, best_key_ref, row, found, width)
-            return carry
-
-        lax.fori_loop(0, state[0].shape[0], one, 0)
+        for to_ref, values_N, blank in ((best_ids_ref, id_N, -1), (best_keys_ref, key_N, self.empty)):
+            plt.store(to_ref.at[place_N], values_N, mask=place_N < slots)
+            plt.store(to_ref.at[blank_N], jnp.full_like(values_N, blank), mask=rest_N)
 
 
 def _at(x_Q: jax.Array, row: jax.Array) -> jax.Array:

@@ -31,9 +31,10 @@ from kernels_pallas.storage import Entries, Packed
 _NIBBLES = 4  # of one 16-bit word
 _WORDS = {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32}
 
-# bf16 bits of e2m1 nibble n of a 16-bit word x: sign and the three magnitude bits moved to where bf16 has its sign and the
-# last bits of exponent and first of mantissa. That is the value times 2**-126 (exactly: 0.5 becomes a subnormal), so a product with
-# 2**126 (0x7E80) makes it whole; the last product is with the scale. Two channels at a time, in one register.
+# bf16 bits of the e2m1 value in nibble n of a 16-bit word x: its sign, and its two bits of exponent and one of mantissa, moved to
+# where bf16 has its sign, the last bits of its exponent and the first of its mantissa. That is the value times 2**-126, exactly
+# (0.5 becomes a subnormal); a product with 2**126 (0x7E80) makes it whole, and one with the scale ends it. Two channels at a
+# time, in one register.
 _SIGN_AND_MAGNITUDE = (
     "shl.b32 s, $1, 12; shl.b32 m, $1, 6;",
     "shl.b32 s, $1, 8; shl.b32 m, $1, 2;",

@@ -8,8 +8,9 @@
 
 Short calls split the visible entries over many programs, so that one query fills a GPU; long ones give every program a block
 of queries, which share what is read and dequantised. Obeying candidates is the same loop over another stream of ids: those
-that the query's own blocks name, whose entries are gathered. Memory is queries * splits * (K + C), and the number of queries times splits
-is bounded unless there are more queries. The next chunk is in flight while one is scored.
+that the query's own blocks name, whose entries are gathered. Memory is queries * splits * (K + C) numbers; the splits of a call
+times its queries are bounded, or the queries alone. While a chunk is scored, the next ones are in flight (num_stages): nothing
+that a run of chunks reads is written in it.
 """
 
 from __future__ import annotations
@@ -31,10 +32,12 @@ from kernels_pallas.storage import Entries, Packed
 
 _QUERIES = 4  # of one program, at most
 _ROWS = 128  # queries * heads of one program, at most
-_PROGRAMS = 264  # two for every multiprocessor of an H100 or H200
-_STEPS = {True: (64, 4), False: (128, 8)}  # entries of a step and warps of a program, with _ROWS rows and with fewer
+_STEP = {"bfloat16": (64, 4), "float32": (32, 8)}  # entries of a step and warps of a program, by the queries' dtype
 _RUN = 8  # steps between two looks at whether a buffer needs compaction, at least
 _STAGES = 3  # steps in flight
+_PROGRAMS = 528  # of 4 warps, four for every multiprocessor of an H100 or H200
+_WAVES = 4  # so many times _PROGRAMS where splits stay long
+_LONG = 32  # a long split has this many times K entries; the shortest has twice K
 _MERGE_TILE = 1 << 14  # survivors that one program of a merge compacts, at least
 _MERGE_WARPS = 16
 _MAX_KEPT = 1 << 12  # K and C: one compaction's registers
@@ -121,12 +124,12 @@ def run(
     arrays += pools
     specs += [pl.BlockSpec(a.shape, lambda i, s, b: (0, 0, 0, 0)) for a in pools]
 
-    chunk, warps = _STEPS[queries * heads >= _ROWS]
+    chunk, warps = _STEP[q_BTIJ.dtype.name]
     if block_size:
         chunk = block_size * max(1, chunk // block_size)
     positions = candidates_BTC.shape[2] * block_size if candidates_BTC is not None else entries
-    splits = max(1, min(-(-_PROGRAMS // (batch * blocks)), positions // (2 * topk), -(-positions // chunk)))
-    share = -(-(-(-positions // chunk)) // splits) * chunk  # positions of a split, at most
+    splits = _splits(batch * blocks, positions, topk, chunk)
+    share = pl.cdiv(pl.cdiv(positions, chunk), splits) * chunk  # positions of a split, at most
     kept = [(topk, min(topk, share), chunk)]
     if make_candidates:
         kept.append((make_candidates, min(make_candidates, share // block_size), chunk // block_size))
@@ -164,11 +167,12 @@ def _stream(
     Output:  ids, keys [Q, slots] of the split's best entries; the same of its best blocks where candidates are made
     Scratch: keys, ids [Q, capacity] behind each of the two (outputs that are dropped: Triton has no other global scratch)
     """
-    group_ref, visible_ref, *refs = refs
-    candidate_ref = refs.pop(0) if obey else None
-    query_ref, w_ref, *refs = refs
-    pools, refs = tuple(refs[: 2 if scorer.packed else 1]), refs[2 if scorer.packed else 1 :]
-    kept = [refs[4 * i : 4 * i + 4] for i in range(len(bests))]
+    ref = iter(refs)
+    group_ref, visible_ref = next(ref), next(ref)
+    candidate_ref = next(ref) if obey else None
+    query_ref, w_ref = next(ref), next(ref)
+    pools = tuple(next(ref) for _ in range(2 if scorer.packed else 1))
+    kept = [(next(ref), next(ref), next(ref), next(ref)) for _ in bests]
 
     split, row = pl.program_id(1), pl.program_id(2)
     group, visible_Q = group_ref[0], visible_ref[...]
@@ -203,42 +207,43 @@ def _stream(
             best_LQ = jnp.max(key_LQ.reshape(count, block_size, scorer.queries), axis=1)
             forced = block_L[:, None] == newest_Q[None, :]
             stream.append((jnp.where(forced, _POSITIVE_INFINITY >> (32 - scorer.bits), best_LQ), block_L))
-        states = tuple(
-            best.push(*refs[2:], state, *part)
-            for best, refs, state, part in zip(bests, kept, states, stream, strict=True)
+        return tuple(
+            best.push(key_ref, id_ref, state, *part)
+            for best, (_, _, key_ref, id_ref), state, part in zip(bests, kept, states, stream, strict=True)
         )
-        return states
 
-    sizes = [chunk, chunk // max(block_size, 1)]
-    run = min((best.capacity - best.count) // size for best, size in zip(bests, sizes, strict=False))
+    # A run is as many steps as fit into every buffer behind what a compaction leaves; after the last, all are compacted.
+    steps = (chunk, chunk // max(block_size, 1))
+    run = min((best.capacity - best.count) // step for best, step in zip(bests, steps, strict=False))
+    runs = lax.div(jnp.maximum(last - first, 0) + (run - 1), run)
 
     def many(i: jax.Array, states: tuple[Any, ...]) -> tuple[Any, ...]:
+        more = (i < runs).astype(jnp.int32)
         states = tuple(
-            best.make_room(*refs[2:], state, run * size)
-            for best, refs, state, size in zip(bests, kept, states, sizes, strict=False)
+            best.compact(key_ref, id_ref, state, best.count + more * (best.capacity - run * step - best.count))
+            for best, (_, _, key_ref, id_ref), state, step in zip(bests, kept, states, steps, strict=False)
         )
         start = first + i * run
         return lax.fori_loop(start, jnp.minimum(start + run, last), body, states)
 
-    states = tuple(best.start(scorer.queries) for best in bests)
-    states = lax.fori_loop(0, lax.div(last - first + (run - 1), run), many, states)
+    states = lax.fori_loop(0, runs + 1, many, tuple(best.start(scorer.queries) for best in bests))
     for best, (ids_ref, keys_ref, key_ref, id_ref), state in zip(bests, kept, states, strict=True):
-        best.finish(key_ref, id_ref, state, ids_ref, keys_ref if splits > 1 else None, ids_ref.shape[1])
+        best.copy(key_ref, id_ref, state, ids_ref, keys_ref if splits > 1 else None)
 
 
 def _merge(best: Best, ids_BTSX: jax.Array, keys_BTSX: jax.Array, interpret: Any) -> jax.Array:
     """The best of all splits, int32 [B, T, count]: every tile of survivors is compacted, until there is one."""
     batch, tokens = ids_BTSX.shape[:2]
-    tile = max(_MERGE_TILE, 8 * pl.next_power_of_2(best.count))
+    tile = max(_MERGE_TILE, 4 * pl.next_power_of_2(best.count))
     while ids_BTSX.shape[2] > 1:
         ids_BTL, keys_BTL = (a.reshape(batch, tokens, -1) for a in (ids_BTSX, keys_BTSX))
         length = ids_BTL.shape[2]
         size = min(tile, pl.next_power_of_2(length))
-        tiles = -(-length // size)
+        tiles = pl.cdiv(length, size)
         slots = min(best.count, size)
         out = jax.ShapeDtypeStruct((batch, tokens, tiles, slots), jnp.int32)
         whole = pl.BlockSpec((None, None, length), lambda m, t, b: (b, t, 0))
-        part = pl.BlockSpec((None, None, 1, slots), lambda m, t, b: (b, t, m, 0))
+        part = pl.BlockSpec((None, None, None, slots), lambda m, t, b: (b, t, m, 0))
         ids_BTSX, keys_BTSX = pl.pallas_call(
             functools.partial(_merge_tile, best, size),
             grid=(tiles, tokens, batch),
@@ -258,11 +263,11 @@ def _merge_tile(best: Best, size: int, ids_ref: Any, keys_ref: Any, best_ids_ref
     """One tile of one query's survivors.
 
     Input:  ids, keys [L], in stream order
-    Output: ids, keys [1, slots]
+    Output: ids, keys [slots]
     """
     slot_N = pl.program_id(0) * size + jnp.arange(size, dtype=jnp.int32)
     id_N, key_N = _load(ids_ref, slot_N), _load(keys_ref, slot_N, other=best.empty)
-    best.write(best_ids_ref, best_keys_ref, 0, (key_N, id_N, *best.places(key_N)), best_ids_ref.shape[1])
+    best.merge(key_N, id_N, best_ids_ref, best_keys_ref)
 
 
 def _load(ref: Any, at_N: jax.Array, other: int = -1) -> jax.Array:
@@ -273,6 +278,14 @@ def _load(ref: Any, at_N: jax.Array, other: int = -1) -> jax.Array:
 def _queries(tokens: int, heads: int) -> int:
     """Queries of one program: as many as there are, up to what one product holds."""
     return max(1, min(_QUERIES, _ROWS // heads, pl.next_power_of_2(tokens)))
+
+
+def _splits(programs: int, positions: int, topk: int, chunk: int) -> int:
+    """How many programs share the entries of one block of queries: enough to fill a GPU, but every split leaves K survivors."""
+    wanted = pl.cdiv(_PROGRAMS, programs)
+    if wanted > 1:
+        wanted = max(wanted, min(pl.cdiv(_WAVES * _PROGRAMS, programs), positions // (_LONG * topk)))
+    return max(1, min(wanted, positions // (2 * topk), pl.cdiv(positions, chunk)))
 
 
 def _power_of_two(n: int) -> bool:

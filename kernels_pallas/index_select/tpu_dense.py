@@ -133,13 +133,13 @@ def _kernel(group_ref: Any, chunks_ref: Any, *refs: Any, call: Call) -> None:
     """
     del group_ref
     n, chunk, tile = call.tiles.queries, call.tiles.chunk, call.tiles.tile
-    q_ref, w_ref, visible_ref, *refs = refs
-    obeyed_ref = refs.pop(0) if call.obeys else None
-    count = 2 if call.keys.fmt is not None else 1
-    keys_refs, refs = refs[:count], refs[count:]
-    selection_ref, *refs = refs
-    made_ref = refs.pop(0) if call.make else None
-    weight_ref, seen_ref, level_ref, mark_ref, slot_ref = refs
+    given = iter(refs)
+    q_ref, w_ref, visible_ref = next(given), next(given), next(given)
+    obeyed_ref = next(given) if call.obeys else None
+    keys_refs = [next(given) for _ in range(call.keys.arrays_held)]
+    selection_ref = next(given)
+    made_ref = next(given) if call.make else None
+    weight_ref, seen_ref, level_ref, mark_ref, slot_ref = given
 
     b, i, c = (pl.program_id(axis) for axis in range(3))
     chunks = chunks_ref[b * pl.num_programs(1) + i]
@@ -166,12 +166,7 @@ def _kernel(group_ref: Any, chunks_ref: Any, *refs: Any, call: Call) -> None:
     def _select() -> None:
         pieces = chunks * (chunk // LANES)
         if obeyed_ref is not None:
-
-            def mask(t: jax.Array, carry: None) -> None:
-                blocks = obeyed_ref[0, 0, pl.ds(t, 1), :]
-                tpu_levels.allow(level_ref, t, blocks, pieces, order, queries=n, block=call.block)
-
-            lax.fori_loop(0, n, mask, None)
+            tpu_levels.allow(level_ref, obeyed_ref.at[0, 0], pieces, order, queries=n, block=call.block)
         take = functools.partial(tpu_levels.take, level_ref, (mark_ref, slot_ref), queries=n, bf16=call.bf16)
         take(selection_ref.at[0, 0], pieces, order, rows=call.rows, count=call.topk)
         if made_ref is not None:

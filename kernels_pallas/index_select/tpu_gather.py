@@ -47,7 +47,7 @@ def run(
     interpret: Any,
 ) -> jax.Array:
     """selection_BTK."""
-    batch, tokens, heads, width = q_BTIJ.shape
+    batch, tokens, heads, _ = q_BTIJ.shape
     per_buffer = BUFFER // call.block
     lacking = -candidates_BTC.shape[2] % max(per_buffer, LANES)
     blocks_BTC = jnp.pad(candidates_BTC, ((0, 0), (0, 0), (0, lacking)), constant_values=-1)
@@ -95,7 +95,9 @@ def run(
     return jnp.where(slot_BTK < 0, -1, block_BTK * call.block + slot_BTK % call.block)
 
 
-def _kernel(group_ref: Any, seen_ref: Any, name_ref: Any, q_ref: Any, w_ref: Any, blocks_ref: Any, *refs: Any, call: Call) -> None:
+def _kernel(
+    group_ref: Any, seen_ref: Any, name_ref: Any, q_ref: Any, w_ref: Any, blocks_ref: Any, *refs: Any, call: Call
+) -> None:
     """Grid (B, T).
 
     Prefetch: group [1]
@@ -104,9 +106,11 @@ def _kernel(group_ref: Any, seen_ref: Any, name_ref: Any, q_ref: Any, w_ref: Any
     Scratch:  keys [2, entries or units of a buffer, ..] each, semaphores [2, arrays], weight f32 [I, 128],
               level [pieces, 128], mark f32 [128, K], slot f32 [3, K]
     """
-    arrays = 2 if call.keys.fmt is not None else 1
-    keys_refs, (out_ref, *refs) = refs[:arrays], refs[arrays:]
-    buffers, (semaphores, weight_ref, level_ref, *scratch) = refs[:arrays], refs[arrays:]
+    given, arrays = iter(refs), call.keys.arrays_held
+    keys_refs = [next(given) for _ in range(arrays)]
+    out_ref = next(given)
+    buffers = [next(given) for _ in range(arrays)]
+    semaphores, weight_ref, level_ref, mark_ref, slot_ref = given
     per_buffer = BUFFER // call.block
     b = pl.program_id(0)
     seen = seen_ref[0, 0, 0, 0]
@@ -133,8 +137,12 @@ def _kernel(group_ref: Any, seen_ref: Any, name_ref: Any, q_ref: Any, w_ref: Any
         side = turn % 2
         for k in range(arrays):  # one wait for as many bytes as all copies of the buffer bring
             pltpu.make_async_copy(buffers[k].at[side], buffers[k].at[side], semaphores.at[side, k]).wait()
-        blocks = tpu_levels.column(blocks_ref[0, 0, :, pl.ds(pl.multiple_of(turn * per_buffer, per_buffer), per_buffer)])
-        keys_PJ = call.keys.gathered_numbers([buffer[side] for buffer in buffers], blocks)
+        stored = [buffer[side] for buffer in buffers]
+        if call.keys.units:
+            blocks_1U = blocks_ref[0, 0, :, pl.ds(pl.multiple_of(turn * per_buffer, per_buffer), per_buffer)]
+            keys_PJ = call.keys.numbers_of_blocks(stored, tpu_levels.column(blocks_1U))
+        else:
+            keys_PJ = call.keys.numbers(stored)
         scores = tpu_scores.scores(q_ref[0, 0], weight_ref, keys_PJ, 1)
         tpu_scores.write_levels(level_ref, scores, turn * BUFFER, seen, call.keys.ways, bf16=call.bf16)
 
@@ -145,7 +153,7 @@ def _kernel(group_ref: Any, seen_ref: Any, name_ref: Any, q_ref: Any, w_ref: Any
     lax.fori_loop(0, turns + 1, step, None)
     tpu_levels.take(
         level_ref,
-        tuple(scratch),
+        (mark_ref, slot_ref),
         out_ref.at[0, 0],
         turns * (BUFFER // LANES),
         tpu_levels.order_of_entries(call.keys.ways),

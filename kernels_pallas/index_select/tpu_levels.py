@@ -47,7 +47,7 @@ def levels_of(scores: jax.Array, seen: jax.Array, bf16: bool) -> jax.Array:
     return jnp.where(seen & (scores > _NEGATIVE_INFINITY), level, ABSENT)
 
 
-def iota(shape: tuple[int, int], axis: int) -> jax.Array:
+def iota(shape: tuple[int, ...], axis: int) -> jax.Array:
     """int32 positions along an axis."""
     return lax.broadcasted_iota(jnp.int32, shape, axis)
 
@@ -103,7 +103,7 @@ def compact(
 ) -> list[jax.Array]:
     """Query t's selected positions, ascending, -1 behind them: int32 [1, 128] each, `slots` in all.
 
-    mark_ref f32 [128, >= slots] and slot_ref f32 [3, >= slots] are scratch; order_lanes int32 [1, 128] are the lanes' places in a piece.
+    mark_ref f32 [128, >= slots] and slot_ref f32 [3, >= slots] are scratch, order_lanes int32 [1, 128] the places of the lanes.
     """
     chosen = iota(tau_81.shape, 0) == t
     tau = jnp.sum(jnp.where(chosen, tau_81, 0), axis=0, keepdims=True)
@@ -176,9 +176,7 @@ def take(
     row = iota((queries, 1), 0)
 
     def one(t: jax.Array, carry: None) -> None:
-        found = compact(
-            level_ref, *scratch, t, tau, need, pieces, order_lanes, queries=queries, slots=out_ref.shape[1]
-        )
+        found = compact(level_ref, *scratch, t, tau, need, pieces, order_lanes, queries=queries, slots=out_ref.shape[1])
         for at, positions in enumerate(found):  # one row cannot be stored at a place known at run time only
             lanes = pl.ds(at * LANES, LANES)
             out_ref[:, lanes] = jnp.where(row == t, positions, out_ref[:, lanes])
@@ -187,21 +185,29 @@ def take(
 
 
 def allow(
-    level_ref: Any, t: jax.Array | int, blocks_1C: jax.Array, pieces: jax.Array, order_lanes: jax.Array, *, queries: int, block: int
+    level_ref: Any, blocks_ref: Any, pieces: jax.Array, order_lanes: jax.Array, *, queries: int, block: int
 ) -> None:
-    """Make ABSENT whatever of query t lies in none of the blocks (int32 [1, C], -1 for none)."""
+    """Make ABSENT whatever lies in none of the blocks of its query, blocks_ref int32 [queries, C], -1 for none.
+
+    Which blocks a row names, times which lanes these cover: a product over C that is 1 where an entry is allowed.
+    """
     per_piece = LANES // block
-    shift = per_piece.bit_length() - 1
-    in_piece = blocks_1C & (per_piece - 1)
-    covers_LC = (column(order_lanes) // block == in_piece).astype(jnp.bfloat16)
+    place_L1 = column(order_lanes) // block
 
-    def step(i: jax.Array, carry: None) -> None:
-        rows = rows_of(i * PIECES, t, queries)
-        names_PC = (blocks_1C >> shift == i * PIECES + iota((PIECES, 1), 0)).astype(jnp.bfloat16)
-        allowed = _dot(names_PC, covers_LC, contract=(1, 1)) > 0.5
-        level_ref[rows, :] = jnp.where(allowed, level_ref[rows, :], ABSENT)
+    def query(t: jax.Array, carry: None) -> None:
+        blocks_1C = blocks_ref[pl.ds(t, 1), :]
+        covers_LC = (place_L1 == (blocks_1C & (per_piece - 1))).astype(jnp.bfloat16)
+        piece_1C = blocks_1C >> (per_piece.bit_length() - 1)
 
-    lax.fori_loop(0, pl.cdiv(pieces, PIECES), step, None)
+        def step(i: jax.Array, carry: None) -> None:
+            rows = rows_of(i * PIECES, t, queries)
+            names_PC = (piece_1C == i * PIECES + iota((PIECES, 1), 0)).astype(jnp.bfloat16)
+            allowed = _dot(names_PC, covers_LC, contract=(1, 1)) > 0.5
+            level_ref[rows, :] = jnp.where(allowed, level_ref[rows, :], ABSENT)
+
+        lax.fori_loop(0, pl.cdiv(pieces, PIECES), step, None)
+
+    lax.fori_loop(0, queries, query, None)
 
 
 def order_of_entries(ways: int) -> jax.Array:

@@ -32,7 +32,10 @@ _PAIR = 0x00010001  # one in each half of a word
 
 @dataclasses.dataclass(frozen=True)
 class Keys:
-    """How a call's keys are held. fmt: None for plain ones. units: in units of 512 bytes, of eight keys and of 128 keys' scales."""
+    """How a call's keys are held.
+
+    fmt: None for plain ones. units: in units of 512 bytes, of eight entries' codes and of 128 entries' scales.
+    """
 
     fmt: Format | None
     units: bool
@@ -54,12 +57,17 @@ class Keys:
         return [storage.from_units(a, n) for a, n in zip((keys_GBPJ.codes, keys_GBPJ.scales), sizes, strict=True)]
 
     @property
+    def arrays_held(self) -> int:
+        """How many arrays `arrays` gives."""
+        return 1 if self.fmt is None else 2
+
+    @property
     def ways(self) -> int:
         """The order of entries in a piece: `tpu_levels.order_of_entries`."""
         return 4 if self.units else 1
 
     def block_shapes(self, arrays: list[jax.Array], entries: int) -> list[tuple[int, ...]]:
-        """Shape of `entries` neighbours in each array, from axis 2 on."""
+        """Shape of `entries` neighbours in each array, from axis 2 on; of scales at least a unit."""
         per_row = (_UNIT, _SCALE_UNIT) if self.units else (1, 1)
         return [(max(1, entries // n), *a.shape[3:]) for a, n in zip(arrays, per_row, strict=False)]
 
@@ -78,10 +86,8 @@ class Keys:
         place = iota((LANES // _UNIT, 1), 0)
         return of_units(words(codes), jnp.concatenate(pieces), jnp.concatenate([place] * len(pieces)))
 
-    def gathered_numbers(self, stored: list[jax.Array], blocks_U1: jax.Array) -> jax.Array:
-        """The same of blocks from anywhere; units come with a unit of scales each, and are blocks."""
-        if not self.units:
-            return self.numbers(stored)
+    def numbers_of_blocks(self, stored: list[jax.Array], blocks_U1: jax.Array) -> jax.Array:
+        """The same of units from anywhere, which are the blocks named and come with a unit of scales each."""
         codes, scales = stored
         return of_units(words(codes), words(scales), blocks_U1 % (_SCALE_UNIT // _UNIT))
 
@@ -118,7 +124,7 @@ def of_units(codes_UL: jax.Array, scales_UL: jax.Array, place_U1: jax.Array) -> 
 
 
 def scores(q_RJ: jax.Array, weight_ref: Any, keys_PJ: jax.Array, queries: int) -> jax.Array:
-    """f32 [queries, P]. Rows of q are head by head, `queries` in each; weight_ref f32 [R, 128] has a row's weight in every lane."""
+    """f32 [queries, P]. Rows of q are head by head, `queries` in each; weight_ref f32 [R, 128] has the rows' weights."""
     bf16 = q_RJ.dtype == jnp.bfloat16
     precision = None if bf16 else lax.Precision.HIGHEST
     dots_RP = lax.dot_general(

@@ -5,8 +5,8 @@
 
 The weights are computed again from lse, so nothing of the forward's size is kept. A row's cotangent is added to f32 sums in
 memory by atomic additions, [rows, H] at a time: queries that share a row, and an entry that a query lists twice, simply add.
-The order of those additions is not fixed. The channels go in parts, since the sums of dq and of one part of dk fill the
-registers.
+The order of those additions is not fixed. The channels may go in parts, since the sums of dq and
+of all of dk are more than the registers hold.
 """
 
 from __future__ import annotations
@@ -19,15 +19,14 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
+from jax.ref import addupdate
 
-from kernels_pallas.sparse_attention.gpu_forward import Static, count_slots, locate, picked_entries
-from kernels_pallas.sparse_attention.gpu_rows import dot, load_tile, rounded, spread
-
-PARTS = 2  # of the channels
+from kernels_pallas.sparse_attention.gpu_forward import Static, count_blocks, count_slots, locate, picked_entries
+from kernels_pallas.sparse_attention.gpu_rows import dot, load_tile, spread, store_tile
 
 
 def backward(
-    static: Static, interpret: Any, group: jax.Array, arrays: list[jax.Array]
+    static: Static, group: jax.Array, arrays: list[jax.Array]
 ) -> tuple[jax.Array, jax.Array, jax.Array | None]:
     """(dq [B, T, N, H], dwindow f32 [B, S, H], dpool f32 [G, B, P, H] or None).
 
@@ -41,7 +40,7 @@ def backward(
         out_shape=[jax.ShapeDtypeStruct(arrays[0].shape, static.dtype), *sums],
         input_output_aliases={1 + len(arrays) + i: 1 + i for i in range(len(sums))},
         compiler_params=plt.CompilerParams(num_warps=static.tiles.warps, num_stages=static.tiles.stages),
-        interpret=interpret,
+        interpret=static.interpret,
         name="sparse_attention_backward",
     )(group.reshape(1), *arrays, *sums)
     return dq, sums[0], sums[1] if static.pool else None
@@ -59,32 +58,35 @@ def _kernel(static: Static, group_ref: Any, *refs: Any) -> None:
     q_ref, do_ref, first_ref, lse_ref, shift_ref, *rest = refs[: -1 - 2 * sources]
     place = locate(static, first_ref)
     b, t, rows = place.b, place.t, static.tiles.rows
-    parts = PARTS if static.width % PARTS == 0 else 1
+    parts = static.tiles.parts
     width = static.width // parts
 
     def heads(ref: Any) -> list[jax.Array]:
         return [
-            rounded(load_tile(ref, (b, t), place.heads_N, place.mine_N, width, i * width), static.dtype) for i in range(parts)
+            load_tile(ref, (b, t), place.heads_N, place.mine_N, width, i * width).astype(static.dtype)
+            for i in range(parts)
         ]
 
     q, do = heads(q_ref), heads(do_ref)
-    lse_N, shift_N = (plt.load(ref.at[b, t, place.heads_N], mask=place.mine_N, other=0.0) for ref in (lse_ref, shift_ref))
+    lse_N, shift_N = (
+        plt.load(ref.at[b, t, place.heads_N], mask=place.mine_N, other=0.0) for ref in (lse_ref, shift_ref)
+    )
 
     def add_block(
         source: Any, target: Any, lead: tuple[Any, ...], row: jax.Array, there: jax.Array, spare: jax.Array, live: jax.Array,
         dq: tuple[jax.Array, ...],
     ) -> tuple[jax.Array, ...]:  # fmt: skip
         """dq with a block of rows added; `spare` are rows for the zeros of those that are not there."""
-        k = [rounded(load_tile(source, lead, row, there, width, i * width), static.dtype) for i in range(parts)]
+        k = [load_tile(source, lead, row, there, width, i * width).astype(static.dtype) for i in range(parts)]
         s_parts = [dot(x, y, 1, 1) for x, y in zip(q, k, strict=True)]
         dp_parts = [dot(x, y, 1, 1) for x, y in zip(do, k, strict=True)]
         shape = s_parts[0].shape
 
         def weigh() -> tuple[jax.Array, jax.Array]:
             s_NR = sum(s * static.scale for s in s_parts)
-            p_NR = jnp.where(spread(there, shape, 1), jnp.exp(s_NR - spread(lse_N, shape, 0)), 0.0)
+            p_NR = jnp.where(spread(there, shape, 1), static.exp(s_NR - spread(lse_N, shape, 0)), 0.0)
             ds_NR = p_NR * (sum(dp * static.scale for dp in dp_parts) + spread(shift_N * static.scale, shape, 0))
-            return rounded(p_NR, static.dtype), rounded(ds_NR, static.dtype)
+            return static.low(p_NR), static.low(ds_NR)
 
         # As in the forward, the branch keeps the compiler from computing every score twice.
         p_NR, ds_NR = lax.cond(live, weigh, lambda: (jnp.zeros(shape, static.dtype),) * 2)
@@ -95,12 +97,12 @@ def _kernel(static: Static, group_ref: Any, *refs: Any) -> None:
             dk_RC = (dot(q[i], ds_NR, 0, 0) + dot(do[i], p_NR, 0, 0)).T
             tile = dk_RC.shape
             channel = i * width + lax.broadcasted_iota(jnp.int32, tile, 1)
-            jax.ref.addupdate(
+            addupdate(
                 target, (*lead, spread(target_row, tile, 0), channel), jnp.where(spread(there, tile, 0), dk_RC, 0.0)
             )
         return dq
 
-    window_blocks = pl.cdiv(jnp.maximum(place.stop - place.start, 0), rows)
+    window_blocks = count_blocks(jnp.maximum(place.stop - place.start, 0), rows)
     lane = jnp.arange(rows, dtype=jnp.int32)
 
     def window_block(i: jax.Array, dq: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
@@ -113,7 +115,7 @@ def _kernel(static: Static, group_ref: Any, *refs: Any) -> None:
     dq = lax.fori_loop(0, window_blocks, window_block, dq)
     if static.pool:
         pool, group, selection_ref = static.pool, group_ref[0], rest[0]
-        pool_blocks = pl.cdiv(count_slots(static, selection_ref, place), rows)
+        pool_blocks = count_blocks(count_slots(static, selection_ref, place), rows)
 
         def pool_block(i: jax.Array, dq: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
             entry, there = picked_entries(static, pool, selection_ref, place, i)
@@ -121,6 +123,4 @@ def _kernel(static: Static, group_ref: Any, *refs: Any) -> None:
 
         dq = lax.fori_loop(0, pool_blocks, pool_block, dq)
     for i, dq_NC in enumerate(dq):
-        shape = dq_NC.shape
-        index = (b, t, spread(place.heads_N, shape, 0), i * width + lax.broadcasted_iota(jnp.int32, shape, 1))
-        plt.store(outputs[0].at[index], rounded(dq_NC, static.dtype), mask=spread(place.mine_N, shape, 0))
+        store_tile(outputs[0], (b, t), place.heads_N, place.mine_N, static.low(dq_NC), i * width)

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 from typing import Any
 
 import jax
@@ -25,7 +26,10 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 
-from kernels_pallas.sparse_attention.gpu_rows import Layout, dot, load_rows, load_tile, rounded, spread
+from kernels_pallas import formats
+from kernels_pallas.sparse_attention.gpu_rows import Layout, dot, load_rows, load_tile, spread, store_tile
+
+COMBINED_HEADS = 8  # of a program that combines parts
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,6 +41,7 @@ class Tiles:
     warps: int
     stages: int  # blocks on their way at once
     splits: int = 0  # programs that share the blocks of one query; 0: as few as fill the machine
+    parts: int = 1  # of the channels, in the backward
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,6 +57,7 @@ class Static:
     causal: bool
     scale: float
     dtype: Any  # of the products
+    interpret: bool
     window: Layout
     pool: Layout | None
     tiles: Tiles
@@ -66,6 +72,16 @@ class Static:
         """Queries and their head blocks (neighbours read the same rows), splits."""
         return self.batch * self.tokens * self.head_blocks, self.tiles.splits
 
+    def low(self, x: jax.Array) -> jax.Array:
+        """f32 `x` in the dtype of the products. A GPU does the cast as it stands; the interpreter's compiler may drop a narrowing
+        cast that a product widens again, but not the reduce_precision of `round_to` (which Triton does not have).
+        """
+        return formats.round_to(x, self.dtype) if self.interpret else x.astype(self.dtype)
+
+    def exp(self, x: jax.Array) -> jax.Array:
+        """e**x; beside bf16 products by the exponential that a GPU has, that of 2, in half the instructions."""
+        return jnp.exp2(x * math.log2(math.e)) if self.dtype == jnp.bfloat16 else jnp.exp(x)
+
 
 @dataclasses.dataclass(frozen=True)
 class Place:
@@ -79,10 +95,19 @@ class Place:
     stop: jax.Array
 
 
+def _divide(index: jax.Array, by: int) -> tuple[jax.Array, jax.Array]:
+    return lax.div(index, jnp.int32(by)), lax.rem(index, jnp.int32(by))
+
+
+def count_blocks(rows: jax.Array, size: int) -> jax.Array:
+    """Blocks of `size` that cover `rows` >= 0."""
+    return lax.div(rows + (size - 1), jnp.int32(size))
+
+
 def locate(static: Static, first_ref: Any) -> Place:
     """The place of this program; first_ref [B, T]."""
-    query, head_block = jnp.divmod(pl.program_id(0), static.head_blocks)
-    b, t = jnp.divmod(query, static.tokens)
+    query, head_block = _divide(pl.program_id(0), static.head_blocks)
+    b, t = _divide(query, static.tokens)
     heads_N = head_block * static.tiles.heads + jnp.arange(static.tiles.heads, dtype=jnp.int32)
     rows = static.window.entries
     stop = rows - static.tokens + t + 1 if static.causal else jnp.int32(rows)
@@ -106,7 +131,7 @@ def picked_entries(
     return jnp.clip(picked, 0, pool.entries - 1), picked >= 0
 
 
-def forward(static: Static, interpret: Any, group: jax.Array, arrays: list[jax.Array]) -> tuple[jax.Array, jax.Array]:
+def forward(static: Static, group: jax.Array, arrays: list[jax.Array]) -> tuple[jax.Array, jax.Array]:
     """(o [B, T, N, H], lse [B, T, N]) of arrays: q, first, sink, selection if any, those of the window and of the pool."""
     lead, f32 = (static.batch, static.tokens, static.heads), jnp.float32
     splits = static.tiles.splits
@@ -122,23 +147,65 @@ def forward(static: Static, interpret: Any, group: jax.Array, arrays: list[jax.A
         grid=static.grid,
         out_shape=shapes,
         compiler_params=plt.CompilerParams(num_warps=static.tiles.warps, num_stages=static.tiles.stages),
-        interpret=interpret,
+        interpret=static.interpret,
         name="sparse_attention",
     )(group.reshape(1), *arrays)
     if splits == 1:
         return outputs[0], outputs[1]
-    return _combine(*outputs, sink_N=arrays[2], dtype=static.dtype)
+    combined_blocks = pl.cdiv(static.heads, COMBINED_HEADS)
+    o, lse = pl.pallas_call(
+        functools.partial(_combine_kernel, static, combined_blocks),
+        grid=(static.batch * static.tokens * combined_blocks,),
+        out_shape=[jax.ShapeDtypeStruct((*lead, static.width), static.dtype), jax.ShapeDtypeStruct(lead, f32)],
+        compiler_params=plt.CompilerParams(num_warps=4, num_stages=2),
+        interpret=static.interpret,
+        name="sparse_attention_combine",
+    )(arrays[2], *outputs)
+    return o, lse
 
 
-def _combine(
-    a_YBTNH: jax.Array, m_YBTN: jax.Array, l_YBTN: jax.Array, *, sink_N: jax.Array, dtype: Any
-) -> tuple[jax.Array, jax.Array]:
-    """(o, lse) of sums over Y parts of the rows, each relative to its own maximum."""
-    m_BTN = jnp.max(m_YBTN, axis=0)
-    weight = jnp.exp(m_YBTN - jnp.where(m_BTN == -jnp.inf, 0.0, m_BTN))
-    sums = jnp.sum(a_YBTNH * weight[..., None], axis=0), m_BTN, jnp.sum(l_YBTN * weight, axis=0)
-    divisor, lse = _finish(sums[1], sums[2], jnp.broadcast_to(sink_N, m_BTN.shape))
-    return rounded(sums[0] / divisor[..., None], dtype), lse
+def _combine_kernel(
+    static: Static, blocks: int, sink_ref: Any, a_ref: Any, m_ref: Any, l_ref: Any, o_ref: Any, lse_ref: Any
+) -> None:
+    """One query, a few heads: the sums over Y parts of the rows, each relative to its own maximum, become one.
+
+    Input: sink [N], a [Y, B, T, N, H], m and l [Y, B, T, N].
+    Output: o [B, T, N, H], lse [B, T, N].
+    """
+    query, block = _divide(pl.program_id(0), blocks)
+    b, t = _divide(query, static.tokens)
+    heads_N = block * COMBINED_HEADS + jnp.arange(COMBINED_HEADS, dtype=jnp.int32)
+    mine_N = heads_N < static.heads
+    small = (pl.next_power_of_2(static.tiles.splits), COMBINED_HEADS)
+    part_YN = lax.broadcasted_iota(jnp.int32, small, 0)
+    index = (part_YN, b, t, spread(heads_N, small, 1))
+    there_YN = (part_YN < static.tiles.splits) & spread(mine_N, small, 1)
+    m_YN = plt.load(m_ref.at[index], mask=there_YN, other=-jnp.inf)
+    m_N = jnp.max(m_YN, axis=0)
+    floor_N = jnp.where(m_N == -jnp.inf, 0.0, m_N)
+    l_YN = plt.load(l_ref.at[index], mask=there_YN, other=0.0)
+    total_N = jnp.sum(l_YN * jnp.exp(m_YN - spread(floor_N, small, 1)), axis=0)
+
+    def add_part(part: jax.Array, a_NH: jax.Array) -> jax.Array:
+        m_N = plt.load(m_ref.at[part, b, t, heads_N], mask=mine_N, other=-jnp.inf)
+        part_NH = load_tile(a_ref, (part, b, t), heads_N, mine_N, static.width)
+        return a_NH + part_NH * spread(jnp.exp(m_N - floor_N), part_NH.shape, 0)
+
+    zero_NH = jnp.zeros((COMBINED_HEADS, static.width), jnp.float32)
+    a_NH = lax.fori_loop(0, static.tiles.splits, add_part, zero_NH)
+    _store_output(static, (b, t), heads_N, mine_N, sink_ref, (m_N, total_N, a_NH), o_ref, lse_ref)
+
+
+def _store_output(
+    static: Static, lead: tuple[Any, ...], heads_N: jax.Array, mine_N: jax.Array, sink_ref: Any, sums: Any, o_ref: Any,
+    lse_ref: Any,
+) -> None:  # fmt: skip
+    """o and lse of the sums (m, l, a) over all rows of a query."""
+    m_N, total_N, a_NH = sums
+    divisor_N, lse_N = _finish(m_N, total_N, plt.load(sink_ref.at[heads_N], mask=mine_N, other=0.0))
+    o_NH = static.low(a_NH / spread(divisor_N, a_NH.shape, 0))
+    store_tile(o_ref, lead, heads_N, mine_N, o_NH)
+    plt.store(lse_ref.at[(*lead, heads_N)], lse_N, mask=mine_N)
 
 
 def _finish(m: jax.Array, total: jax.Array, sink: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -169,10 +236,10 @@ def _kernel(static: Static, group_ref: Any, *refs: Any) -> None:
     group = group_ref[0]
     q_NH = load_tile(q_ref, (b, t), place.heads_N, place.mine_N, static.width)
     # The part's blocks, counted through the window's and then the selection's.
-    window_blocks = pl.cdiv(jnp.maximum(place.stop - place.start, 0), rows)
+    window_blocks = count_blocks(jnp.maximum(place.stop - place.start, 0), rows)
     slots = count_slots(static, selection_ref, place) if static.pool else jnp.int32(0)
-    pool_blocks = pl.cdiv(slots, rows)
-    share = pl.cdiv(window_blocks + pool_blocks, static.tiles.splits)
+    pool_blocks = count_blocks(slots, rows)
+    share = count_blocks(window_blocks + pool_blocks, static.tiles.splits)
     begin = pl.program_id(1) * share
     end = begin + share
 
@@ -195,20 +262,14 @@ def _kernel(static: Static, group_ref: Any, *refs: Any) -> None:
         begin, end = (jnp.clip(block - window_blocks, 0, pool_blocks) for block in (begin, end))
         sums = lax.fori_loop(begin, end, pool_block, sums)
 
-    m_N, l_N, a_NH = sums
-    shape = (heads, static.width)
-    wide = (spread(place.heads_N, shape, 0), lax.broadcasted_iota(jnp.int32, shape, 1))
-    mine_NH = spread(place.mine_N, shape, 0)
     if static.tiles.splits == 1:
-        sink_N = plt.load(sink_ref.at[place.heads_N], mask=place.mine_N, other=0.0)
-        divisor, lse_N = _finish(m_N, l_N, sink_N)
-        plt.store(outputs[0].at[(b, t, *wide)], rounded(a_NH / spread(divisor, shape, 0), static.dtype), mask=mine_NH)
-        plt.store(outputs[1].at[b, t, place.heads_N], lse_N, mask=place.mine_N)
+        _store_output(static, (b, t), place.heads_N, place.mine_N, sink_ref, sums, *outputs)
         return
     part = pl.program_id(1)
-    plt.store(outputs[0].at[(part, b, t, *wide)], a_NH, mask=mine_NH)
-    for ref, value in zip(outputs[1:], (m_N, l_N), strict=True):
-        plt.store(ref.at[part, b, t, place.heads_N], value, mask=place.mine_N)
+    m_N, l_N, a_NH = sums
+    store_tile(outputs[0], (part, b, t), place.heads_N, place.mine_N, a_NH)
+    for ref, value_N in zip(outputs[1:], (m_N, l_N), strict=True):
+        plt.store(ref.at[part, b, t, place.heads_N], value_N, mask=place.mine_N)
 
 
 def _add_block(static: Static, sums: Any, q_NH: jax.Array, k_RH: jax.Array, there_R: jax.Array, live: jax.Array) -> Any:
@@ -221,9 +282,9 @@ def _add_block(static: Static, sums: Any, q_NH: jax.Array, k_RH: jax.Array, ther
         s_NR = jnp.where(spread(there_R, shape, 1), raw_NR * static.scale, -jnp.inf)
         peak = jnp.maximum(m_N, jnp.max(s_NR, axis=1))
         floor = jnp.where(peak == -jnp.inf, 0.0, peak)
-        old = jnp.exp(m_N - floor)
-        p_NR = jnp.exp(s_NR - spread(floor, shape, 0))
-        return peak, l_N * old + jnp.sum(p_NR, axis=1), old, rounded(p_NR, static.dtype)
+        old = static.exp(m_N - floor)
+        p_NR = static.exp(s_NR - spread(floor, shape, 0))
+        return peak, l_N * old + jnp.sum(p_NR, axis=1), old, static.low(p_NR)
 
     def keep() -> tuple[jax.Array, ...]:
         return m_N, l_N, jnp.ones_like(m_N), jnp.zeros(shape, static.dtype)

@@ -67,12 +67,20 @@ def load_tile(
     return plt.load(ref.at[(*lead, *index)], mask=spread(there_R, shape, 0), other=jnp.zeros((), ref.dtype))
 
 
+def store_tile(
+    ref: Any, lead: tuple[Any, ...], rows_R: jax.Array, there_R: jax.Array, tile: jax.Array, first: int = 0
+) -> None:
+    """Store a tile [R, width] at ref[*lead, row, first:], except rows that are not there."""
+    index = (spread(rows_R, tile.shape, 0), first + lax.broadcasted_iota(jnp.int32, tile.shape, 1))
+    plt.store(ref.at[(*lead, *index)], tile, mask=spread(there_R, tile.shape, 0))
+
+
 def load_rows(
     layout: Layout, refs: tuple[Any, ...], lead: tuple[Any, ...], rows_R: jax.Array, there_R: jax.Array, dtype: Any
 ) -> jax.Array:
     """Entries [R, H] in `dtype`, of ref[*lead, row]; those that are not there are zero, and never read."""
     if layout.fmt is None:
-        return rounded(load_tile(refs[0], lead, rows_R, there_R, layout.width), dtype)
+        return load_tile(refs[0], lead, rows_R, there_R, layout.width).astype(dtype)
     fmt, width = layout.fmt, layout.width
     fp4 = fmt.element == "e2m1"
     part = width // 2 if fp4 else width  # channels that lie in order
@@ -97,7 +105,9 @@ def load_rows(
     for half in range(2):
         factors = scales(half * part, _TINY)
         even, odd = (
-            jnp.stack([_scaled(x, factors, dtype) for x in _e2m1_pair(codes, nibble)], axis=-1)  # bytes 0 and 2, 1 and 3
+            jnp.stack(
+                [_scaled(x, factors, dtype) for x in _e2m1_pair(codes, nibble)], axis=-1
+            )  # bytes 0 and 2, 1 and 3
             for nibble in (half, half + 2)
         )
         halves.append(jnp.stack([even, odd], axis=-1).reshape(shape[0], part))
@@ -114,36 +124,31 @@ def _e4m3(codes: jax.Array) -> jax.Array:
     return lax.bitcast_convert_type(codes, jnp.float8_e4m3fn).astype(jnp.float32)
 
 
-def _e2m1_pair(words: jax.Array, nibble: int) -> tuple[jax.Array, jax.Array]:
-    """f32 of codes `nibble` and `nibble + 4` of int32 words, times 2**-14.
+def _e2m1_pair(words: jax.Array, nibble: int) -> list[jax.Array]:
+    """f32 of codes `nibble` and `nibble + 4` of int32 words, in multiples of 2**-14.
 
-    The exponent and mantissa bits of e2m1 are read as those of a float16, whose subnormals are the same; both halves of a word
-    at once. Converting a float16 is exact everywhere, also where float32 subnormals are flushed.
+    The exponent and mantissa bits of e2m1 are read as those of a float16, whose subnormals are alike; both halves of a word at
+    once. Converting a float16 is exact everywhere, also where float32 subnormals are flushed.
     """
-    up = lambda bits: words << bits if bits >= 0 else words >> -bits
-    bits = (up(9 - 4 * nibble) & 0x0E000E00) | (up(12 - 4 * nibble) & -0x7FFF8000)
-    low, high = bits.astype(jnp.int16), (bits >> 16).astype(jnp.int16)
-    return tuple(lax.bitcast_convert_type(x, jnp.float16).astype(jnp.float32) for x in (low, high))
+    magnitude, sign = _shift(words, 9 - 4 * nibble) & 0x0E000E00, _shift(words, 12 - 4 * nibble) & -0x7FFF8000
+    bits = magnitude | sign
+    halves = bits.astype(jnp.int16), (bits >> 16).astype(jnp.int16)
+    return [lax.bitcast_convert_type(half, jnp.float16).astype(jnp.float32) for half in halves]
+
+
+def _shift(words: jax.Array, left: int) -> jax.Array:
+    return words << left if left >= 0 else words >> -left
 
 
 def _factors(scale: jax.Array, fmt: Format, unit: float) -> list[jax.Array]:
-    """What elements in multiples of `unit` are multiplied with. A power of two comes in two normal factors, as 2**-127 itself would flush."""
+    """What elements in multiples of `unit` are multiplied with. A power of two comes in two normal factors, because 2**-127
+    itself would be flushed to zero; products below 2**-126 may be.
+    """
     if not fmt.power_of_two:
         return [_e4m3(scale) / unit]
     exponent = formats.e8m0_exponent(scale)
     half = exponent >> 1
     return [formats.power_of_two(half) / unit, formats.power_of_two(exponent - half)]
-
-
-def rounded(x: jax.Array, dtype: Any) -> jax.Array:
-    """`x` in `dtype`. f32 becomes bf16 by integer arithmetic on its bits (nearest even, NaN kept), because the interpreter's
-    compiler may drop a narrowing cast that a product widens again.
-    """
-    if x.dtype != jnp.float32 or dtype != jnp.bfloat16:
-        return x.astype(dtype)
-    bits = lax.bitcast_convert_type(x, jnp.int32)
-    nearest = (bits + 0x7FFF + ((bits >> 16) & 1)) & -0x10000
-    return jnp.where(x == x, lax.bitcast_convert_type(nearest, jnp.float32), x).astype(dtype)
 
 
 def dot(a: jax.Array, b: jax.Array, a_axis: int, b_axis: int) -> jax.Array:

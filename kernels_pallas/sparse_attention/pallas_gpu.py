@@ -14,11 +14,11 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
-from kernels_pallas import dispatch, storage
+from kernels_pallas import dispatch
 from kernels_pallas.dispatch import Unsupported
 from kernels_pallas.sparse_attention import gpu_backward, gpu_forward
 from kernels_pallas.sparse_attention.gpu_forward import Static, Tiles
-from kernels_pallas.sparse_attention.gpu_rows import Layout, lay_out
+from kernels_pallas.sparse_attention.gpu_rows import lay_out
 from kernels_pallas.storage import Entries, Packed
 
 PROGRAMS = 132  # that a GPU takes at once (its multiprocessors): calls with fewer share the rows of a query
@@ -26,7 +26,7 @@ MAX_WIDTH = 512  # of a row, whose sums are held in registers
 HOPPER = ("H100", "H200", "H800", "H20", "GH200")
 HOPPER_ROWS, BLACKWELL_ROWS = 64, 32  # of a block
 INTERPRETED = Tiles(heads=16, rows=16, warps=4, stages=1)
-INTERPRETED_PROGRAMS = 8  # few, so that small tests meet calls with and without splits
+INTERPRETED_PROGRAMS = 2  # few, so that only single queries are split, which takes a second kernel
 
 
 def check(
@@ -55,7 +55,9 @@ def check(
             continue
         bytes_ = [entries.scales, *([entries.codes] if entries.fmt.element == "e4m3" else [])]
         for a in bytes_:
-            if 2**31 < a.size <= 2**32:  # Pallas would index it by signed 32 bits; below they suffice, above it takes 64
+            if (
+                2**31 < a.size <= 2**32
+            ):  # Pallas would index it by signed 32 bits; below they suffice, above it takes 64
                 raise Unsupported(f"{a.shape=} holds {a.size} bytes; from 2 to 4 GiB are out of reach: split the stack")
 
 
@@ -79,7 +81,7 @@ def run(
     )
     picks = [] if selection_BTK is None else [selection_BTK]
     arrays = [q_BTNH, first_BT, sink_N.astype(jnp.float32), *picks, *stored]
-    return gpu_forward.forward(static, bool(interpret), jnp.asarray(group, jnp.int32), arrays)
+    return gpu_forward.forward(static, jnp.asarray(group, jnp.int32), arrays)
 
 
 def backward(
@@ -107,7 +109,7 @@ def backward(
     )  # fmt: skip
     picks = [] if selection_BTK is None else [selection_BTK]
     arrays = [q_BTNH, do_BTNH, first_BT, lse_BTN, shift_BTN, *picks, *stored]
-    return gpu_backward.backward(static, bool(interpret), jnp.asarray(group, jnp.int32), arrays)
+    return gpu_backward.backward(static, jnp.asarray(group, jnp.int32), arrays)
 
 
 def _plan(
@@ -126,6 +128,10 @@ def _plan(
     batch, tokens, heads, width = q_BTNH.shape
     rows, window_arrays = lay_out(window_BSH if isinstance(window_BSH, Packed) else window_BSH[None])
     pool, pool_arrays = lay_out(pool_GBPH) if pool_GBPH is not None else (None, [])
+    if interpret:
+        programs, tiles = INTERPRETED_PROGRAMS, dataclasses.replace(INTERPRETED, parts=1 if forward or width % 2 else 2)
+    else:
+        programs, tiles = PROGRAMS, _tiles(heads, q_BTNH.dtype, forward)
     static = Static(
         batch=batch,
         tokens=tokens,
@@ -136,17 +142,16 @@ def _plan(
         causal=causal,
         scale=scale,
         dtype=q_BTNH.dtype,
+        interpret=bool(interpret),
         window=rows,
         pool=pool,
-        tiles=INTERPRETED if interpret else _tiles(heads, q_BTNH.dtype, forward),
+        tiles=tiles,
     )
-    programs = INTERPRETED_PROGRAMS if interpret else PROGRAMS
     blocks = pl.cdiv(static.reach, static.tiles.rows) + pl.cdiv(static.topk, static.tiles.rows)
-    splits = max(1, min(programs // static.grid[0], blocks)) if static.tiles.splits == 0 else static.tiles.splits
-    return dataclasses.replace(static, tiles=dataclasses.replace(static.tiles, splits=splits)), [
-        *[a.reshape(a.shape[1:]) for a in window_arrays],
-        *pool_arrays,
-    ]
+    if tiles.splits == 0:
+        splits = max(1, min(programs // static.grid[0], blocks))
+        static = dataclasses.replace(static, tiles=dataclasses.replace(tiles, splits=splits))
+    return static, [*[a.reshape(a.shape[1:]) for a in window_arrays], *pool_arrays]
 
 
 def _tiles(heads: int, dtype: Any, forward: bool) -> Tiles:
@@ -156,10 +161,16 @@ def _tiles(heads: int, dtype: Any, forward: bool) -> Tiles:
     if (tile := tuned.get("forward" if forward else "backward")) is not None:
         return Tiles(**tile)
     heads = min(max(pl.next_power_of_2(heads), 16), 64)
+    warps = 8 if heads == 64 else 4
     if dtype == jnp.float32:  # exact products run outside the tensor cores; twice the bytes
         return Tiles(heads=16, rows=16, warps=8, stages=1)
-    rows = HOPPER_ROWS if any(name in kind for name in HOPPER) else BLACKWELL_ROWS
-    return Tiles(heads, rows, warps=8 if heads == 64 else 4, stages=2 if forward else 1)
+    hopper = any(name in kind for name in HOPPER)
+    rows = HOPPER_ROWS if hopper else BLACKWELL_ROWS
+    return (
+        Tiles(heads, rows, warps, stages=2)
+        if forward
+        else Tiles(heads, rows, warps, stages=1, parts=2 if hopper else 1)
+    )
 
 
 def device_kind() -> str:

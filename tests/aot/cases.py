@@ -2,8 +2,8 @@
 
 Sizes of DeepSeek-V4.1-Flash: 64 heads of 512, a window of 128 rows, 512 selected entries; index queries of 32 heads of 128,
 2,048 candidate blocks of 8 entries. A case says what is called with how many queries against how many pool entries, how those
-are stored, and how many temporary bytes the compiled program may take. Where pools are stacked, three stand in the stack, so
-that a program that cuts one out of it is seen to copy it.
+are stored, and how many temporary bytes the compiled program may take. Three pools stand in a stack, so that a program that cuts
+one out of it is seen to copy it.
 """
 
 from __future__ import annotations
@@ -38,7 +38,8 @@ class Case:
 
     family: the table it belongs to, and the process that compiles it.
     call: which call of that family.
-    entries: P, 0 without a pool. stack: G. too_large_for: targets whose memory cannot hold the arguments.
+    entries: P, 0 without a pool. stack: G, 0 for three (one where that would be 64M entries and more). too_large_for: targets
+        whose memory cannot hold the arguments.
     """
 
     family: str
@@ -47,8 +48,13 @@ class Case:
     tokens: int
     entries: int = 0
     storage: str = ""
-    stack: int = 3
+    stack: int = 0
     too_large_for: tuple[str, ...] = ()
+
+    @property
+    def pools(self) -> int:
+        """G."""
+        return self.stack or (3 if self.batch * self.entries < 64 * M1 else 1)
 
     @property
     def id(self) -> str:
@@ -103,7 +109,7 @@ def _int32(*shape: int) -> jax.ShapeDtypeStruct:
 
 def _stored(case: Case, target: Target, width: int, fmt: Format) -> Any:
     """A stack of pools as the target holds it: TPUs in rows of 128 numbers or units of 512 bytes, wherever rows are gathered."""
-    lead = (case.stack, case.batch)
+    lead = (case.pools, case.batch)
     on_tpu = target.platform == "tpu"
     if case.storage == "bf16":
         if on_tpu and width > LANES:
@@ -218,9 +224,19 @@ def _compress(case: Case, target: Target, implementation: str) -> Program:
     turns = _array(f32, b, -(-t // ratio), ROPE // 2)
     norm = _array(jnp.bfloat16, WIDTH)
 
-    def entries(*args: Any) -> Any:
-        *arrays, norm, cos, sin = args[: len(args) - len(bias)]
-        return compress_entries(*arrays, norm, (cos, sin), bias_MH=args[-1] if bias else None, **options)
+    def entries(
+        c: Any,
+        z: Any,
+        c_half: Any,
+        z_half: Any,
+        phase: Any,
+        count: Any,
+        norm: Any,
+        cos: Any,
+        sin: Any,
+        bias: Any = None,
+    ) -> Any:
+        return compress_entries(c, z, c_half, z_half, phase, count, norm, (cos, sin), bias_MH=bias, **options)
 
     if what == "entries":
         return entries, (*arrays, norm, turns, turns, *bias), ()
@@ -304,28 +320,27 @@ def _queries(case: Case) -> int:
 
 
 def _allowed_attention(case: Case) -> int:
-    # Queries and outputs in another layout, and small change. Nothing of the pool: P does not occur.
-    return 8 * MIB + 3 * _queries(case)
+    # Queries or outputs in another layout, partial results of the heads of few queries. Nothing of the pool: P does not occur.
+    return 24 * MIB + _queries(case)
 
 
 def _allowed_backward(case: Case) -> int:
-    # The same for queries, their cotangents and those of the outputs; and cotangents of the whole stack, which are summed in f32
-    # before they are rounded to the stack's bf16. They alone grow with P.
-    cotangents = 4 * case.stack * case.batch * case.entries * WIDTH
-    return 16 * MIB + 6 * _queries(case) + cotangents
+    # The same, and cotangents of the whole stack, which are summed in f32 before they are rounded to the stack's bf16. They alone
+    # grow with P.
+    return 32 * MIB + _queries(case) + 4 * case.pools * case.batch * case.entries * WIDTH
 
 
 def _allowed_index(case: Case) -> int:
-    # f32 scores of the queries that are worked on together, twice (as made, and as top_k wants them). They alone grow with P.
-    reach = min(case.entries, BLOCKS * BLOCK) if case.call == "among candidates" else case.entries
-    together = min(case.tokens, 128) * case.batch
-    return 64 * MIB + 2 * 4 * together * reach
+    # What several programs found before their finds are merged: a few times K (and C), per query; and the f32 scores of four
+    # queries of every row, which alone grow with P.
+    kept = TOPK + (BLOCKS if case.call == "make candidates" else 0)
+    return 64 * MIB + 32 * case.batch * case.tokens * kept + 4 * case.batch * min(case.tokens, 4) * case.entries
 
 
 def _allowed_compress(case: Case) -> int:
-    # Waiting and new rows of C and Z laid out as one sequence; the gradient also keeps what it pooled.
-    wide = 2 if "overlap" in case.call else 1
-    return 8 * MIB + (6 if "gradient" in case.call else 3) * 4 * wide * case.batch * (case.tokens + 128) * WIDTH
+    # The gradient pools again, in XLA.
+    rows = 4 * case.batch * case.tokens * WIDTH
+    return 8 * MIB + (4 * rows if case.call.startswith("gradient") else 0)
 
 
 _ALLOWED: Final[dict[str, Callable[[Case], int]]] = {
@@ -350,8 +365,8 @@ def _list() -> tuple[Case, ...]:
     return (
         *(attention("attend", 1, 1, p, s) for p, s in ((K4, "bf16"), (M1, "bf16"), (K64, "packed"), (M1, "packed"))),
         *(attention("attend", 64, 1, p, s) for p, s in ((K64, "bf16"), (K4, "packed"))),
-        attention("attend", 64, 1, M1, "bf16", stack=1, too_large_for=("v5e", "v6e")),
-        attention("attend", 64, 1, M1, "packed", stack=1, too_large_for=("v5e",)),
+        attention("attend", 64, 1, M1, "bf16", too_large_for=("v5e", "v6e")),
+        attention("attend", 64, 1, M1, "packed", too_large_for=("v5e",)),
         *(attention("write, attend", 64, 1, K64, s) for s in both),
         *(attention("attend", 1, 4096, p, s) for p, s in ((K64, "bf16"), (M1, "bf16"), (M1, "packed"))),
         attention("attend", 64, 64, K64, "packed"),
@@ -364,7 +379,7 @@ def _list() -> tuple[Case, ...]:
         *(index("select", 1, 1, p, s) for p, s in ((K4, "bf16"), (M1, "bf16"), (K64, "packed"), (M1, "packed"))),
         index("select", 64, 1, K64, "bf16"),
         index("select", 1, 4096, K64, "bf16"),
-        *(index("make candidates", b, 1, M1, "packed", stack=1) for b in (1, 64)),
+        *(index("make candidates", b, 1, M1, "packed") for b in (1, 64)),
         index("make candidates", 64, 1, K64, "bf16"),
         *(index("make candidates", 1, 4096, p, s) for p, s in ((K64, "bf16"), (M1, "packed"))),
         *(index("among candidates", 1, 1, M1, s) for s in both),

@@ -21,7 +21,7 @@ RUNS = tuple(
     for family in FAMILIES
     if listed(family, target)  # not every family has a case on a mesh
 )
-_PROCESS_LIMIT = 400  # seconds, for all cases of one process; a single case has its own limit there
+_PROCESS_LIMIT = 1800  # seconds, for all cases of one process; a single case has its own limit there
 
 Command = Callable[[Sequence[str]], list[str]]  # ids to skip -> command line
 
@@ -117,7 +117,7 @@ def _pairs(cases: Sequence[Case]) -> list[tuple[Case, Case]]:
     """Cases that differ in the size of the pool alone, next larger ones."""
     alike: dict[tuple[object, ...], list[Case]] = {}
     for case in cases:
-        key = (case.family, case.call, case.batch, case.tokens, case.storage, case.stack)
+        key = (case.family, case.call, case.batch, case.tokens, case.storage)
         alike.setdefault(key, []).append(case)
     ordered = [sorted(group, key=lambda case: case.entries) for group in alike.values()]
     return [pair for group in ordered for pair in itertools.pairwise(group)]

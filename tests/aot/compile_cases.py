@@ -91,7 +91,7 @@ def main() -> None:
     parser.add_argument("--implementation", help="another than the one meant for the target")
     parser.add_argument("--only", default="", help="cases whose id holds this text")
     parser.add_argument("--skip", nargs="*", default=(), help="ids of cases that are not compiled")
-    parser.add_argument("--limit", type=int, default=60, help="seconds a case may take")
+    parser.add_argument("--limit", type=int, default=300, help="seconds a case may take")
     options = parser.parse_args()
     target = targets.TARGETS[options.target]
     for case in listed(options.family, target):

@@ -9,7 +9,7 @@ import importlib.metadata
 import platform
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Final
@@ -55,7 +55,7 @@ def versions() -> str:
     return ", ".join(dict.fromkeys(found)) + "."
 
 
-def render(results: Sequence[Result], families: dict[str, Sequence[str]]) -> str:
+def render(results: Sequence[Result], families: Mapping[str, Sequence[str]]) -> str:
     """The page. `families` tells which cases stand in which table: family -> ids, with ` on NAME` appended for meshes."""
     by_place = {(result.case, result.target): result for result in results}
     parts = [_HEAD.format(versions=versions())]
@@ -127,7 +127,7 @@ def _verdict(cell: str) -> str:
     return "compiles" if re.match(r"\d", cell) else re.sub(r" \[\d+\]$", "", cell)
 
 
-def tables() -> dict[str, Sequence[str]]:
+def tables() -> dict[str, list[str]]:
     """Title -> ids of cases, from the list."""
     single = {family: [case.id for case in listed(family, SINGLE[0])] for family in FAMILIES}
     meshes = {
@@ -142,8 +142,14 @@ def main() -> int:
         if reason := compilers.missing(platform_):
             print(reason, file=sys.stderr)
             return 1
+
+    def compile_and_tell(run: tuple[str, Target]) -> list[Result]:
+        found = compile_family(*run)
+        print(f"{run[1].name} {run[0]}: {sum(result.seconds for result in found):.0f} s", flush=True)
+        return found
+
     with ThreadPoolExecutor(2) as pool:
-        results = [result for found in pool.map(lambda run: compile_family(*run), RUNS) for result in found]
+        results = [result for found in pool.map(compile_and_tell, RUNS) for result in found]
     PAGE.parent.mkdir(exist_ok=True)
     PAGE.write_text(render(results, tables()), encoding="utf-8")
     failed = [result for result in results if result.verdict == "fails"]

@@ -31,15 +31,16 @@ DECODE, FEW, LONG = (1, 300), (5, 136), (19, 300)
 _select = jax.jit(
     index_select, static_argnames=("topk", "block_size", "make_candidates", "implementation", "interpret")
 )
+_pack = jax.jit(storage.pack, static_argnames=("fmt", "units"))
 
 _Test = TypeVar("_Test", bound=Callable[..., None])
 
 
-def only(*names: str) -> Callable[[_Test], _Test]:
-    """Run a test with these storages alone."""
+def at(*sizes: int, kinds: tuple[str, ...] = STORAGES) -> Callable[[_Test], _Test]:
+    """Run a test with these sizes (tokens, entries, count, as far as it has them) and kinds of stored keys; may be repeated."""
 
     def mark(f: _Test) -> _Test:
-        f.storages = names  # type: ignore[attr-defined]
+        f.cases = [(kind, *sizes) for kind in kinds] + getattr(f, "cases", [])  # type: ignore[attr-defined]
         return f
 
     return mark
@@ -68,7 +69,7 @@ def store(kind: str, keys: np.ndarray) -> Entries:
     """Keys [G, B, P, J] as the storage holds them."""
     if kind in ("f32", "bf16"):
         return jnp.asarray(keys, jnp.float32 if kind == "f32" else jnp.bfloat16)
-    return storage.pack(jnp.asarray(keys), formats.INDEX, units=kind == "packed units")
+    return _pack(keys, formats.INDEX, units=kind == "packed units")
 
 
 def poison(kind: str, keys: Entries, held: np.ndarray, value: float) -> Entries:
@@ -94,10 +95,11 @@ class IndexSelectSuite:
     storages: ClassVar[tuple[str, ...]] = STORAGES
 
     def pytest_generate_tests(self, metafunc: pytest.Metafunc) -> None:
-        """Parameter `kind`: the class's storages, as far as the test is about them."""
-        if "kind" in metafunc.fixturenames:
-            wanted = getattr(metafunc.function, "storages", STORAGES)
-            metafunc.parametrize("kind", [kind for kind in self.storages if kind in wanted])
+        """The cases of a test that are of this class's storages."""
+        names = [name for name in ("kind", "tokens", "entries", "count") if name in metafunc.fixturenames]
+        if names:
+            cases = getattr(metafunc.function, "cases", [(kind,) for kind in STORAGES])
+            metafunc.parametrize(names, [case for case in cases if case[0] in self.storages])
 
     def select(self, *args: Any, **options: Any) -> tuple[np.ndarray, np.ndarray | None]:
         """The door, through this implementation; the group is traced."""
@@ -106,7 +108,9 @@ class IndexSelectSuite:
         assert found.dtype == jnp.int32
         return np.asarray(found), None if made is None else np.asarray(made)
 
-    @pytest.mark.parametrize(("tokens", "entries"), [DECODE, FEW, LONG], ids=["decode", "few", "long"])
+    @at(*DECODE)
+    @at(*FEW)
+    @at(*LONG, kinds=("f32", "bf16", "packed units"))
     def test_index_select_takes_the_highest_visible_scores(self, kind: str, tokens: int, entries: int) -> None:
         """One or more blocks of queries and chunks of keys, the last ones ragged; ties to the lowest; either group."""
         q, w, keys, visible = make_inputs(tokens, kind, tokens, entries)
@@ -117,7 +121,7 @@ class IndexSelectSuite:
                 expected = select_reference(scores_of(q[b], w[b], keys[group, b]), visible[b], TOPK)
                 np.testing.assert_array_equal(found[b], expected)
 
-    @only("f32", "packed")
+    @at(kinds=("f32",))
     def test_index_select_of_more_than_there_is_pads(self, kind: str) -> None:
         q, w, keys, visible = make_inputs(3, kind, 3, 9)
         found, made = self.select(q, w, store(kind, keys), 1, visible, topk=12, make_candidates=4)
@@ -145,7 +149,8 @@ class IndexSelectSuite:
                 if made is not None:
                     np.testing.assert_array_equal(again, made)
 
-    @pytest.mark.parametrize(("tokens", "entries"), [DECODE, FEW], ids=["decode", "few"])
+    @at(*DECODE, kinds=("f32", "packed units"))
+    @at(*FEW)
     def test_index_select_makes_the_best_blocks_with_the_newest_among_them(
         self, kind: str, tokens: int, entries: int
     ) -> None:
@@ -158,9 +163,9 @@ class IndexSelectSuite:
             np.testing.assert_array_equal(made[b], candidate_reference(scores, visible[b], BLOCK, 5))
             np.testing.assert_array_equal(found[b], select_reference(scores, visible[b], TOPK))
 
-    @pytest.mark.parametrize(
-        ("tokens", "entries", "count"), [(*DECODE, 5), (*FEW, 5), (*FEW, 14)], ids=["decode", "few", "many"]
-    )
+    @at(*DECODE, 5, kinds=("f32", "packed units"))
+    @at(*FEW, 5)
+    @at(*FEW, 14, kinds=("f32", "packed units"))
     def test_index_select_obeys_candidates(self, kind: str, tokens: int, entries: int, count: int) -> None:
         """Entries of the named blocks alone, the pool's last block among them; rows without any select nothing."""
         q, w, keys, visible = make_inputs(tokens + 50, kind, tokens, entries)
@@ -177,7 +182,7 @@ class IndexSelectSuite:
             expected = select_reference(scores, visible[b], TOPK, BLOCK, candidates[b])
             np.testing.assert_array_equal(found[b], expected)
 
-    @only("f32", "bf16")
+    @at(kinds=("f32", "bf16"))
     def test_index_select_without_anything_visible_selects_nothing(self, kind: str) -> None:
         q, w, keys, visible = make_inputs(3, kind, *FEW)
         found, made = self.select(q, w, store(kind, keys), 0, np.zeros_like(visible), make_candidates=5)
@@ -196,7 +201,7 @@ class IndexSelectSuite:
             found, _ = self.select(q, w, store(kind, keys), 0, visible)
             np.testing.assert_array_equal(found, np.broadcast_to(expected, found.shape))
 
-    @only("f32", "bf16", "packed")
+    @at(kinds=("f32", "bf16", "packed"))
     def test_index_select_orders_large_scores_of_either_sign(self, kind: str) -> None:
         """Magnitudes of 1e5 and more: no room for a penalty such as -1e9 or a narrow mantissa."""
         q, w, keys, visible = make_inputs(5, kind, *FEW)
@@ -208,7 +213,7 @@ class IndexSelectSuite:
             assert np.abs(scores).max() > 1e5
             np.testing.assert_array_equal(found[b], select_reference(scores, visible[b], TOPK))
 
-    @only("f32", "packed")
+    @at(kinds=("f32", "packed"))
     def test_index_select_resolves_ordinary_f32_scores(self, kind: str) -> None:
         """Ordinary numbers and many key scales; the scores at the cut are equal zeros or further apart than f32 sums can err."""
         rng = np.random.default_rng(11)
@@ -225,7 +230,7 @@ class IndexSelectSuite:
                 assert last - next_one > 1e-5 or last == next_one == 0
             np.testing.assert_array_equal(found[b], select_reference(scores, visible[b], TOPK))
 
-    @only("bf16", "packed units")
+    @at(kinds=("bf16", "packed units"))
     def test_index_select_of_bf16_queries_rounds_three_times(self, kind: str) -> None:
         """After the dot, after the weight and after the sum. Scores lie so close together that every rounding decides.
 
