@@ -55,13 +55,13 @@ def check(
     interpret: Any,
 ) -> None:
     """Refuse what the compiler cannot take."""
+    if c_BTW.shape[1] == 0:
+        raise Unsupported(f"pallas_gpu needs at least one token, found {c_BTW.shape=}; use 'xla'")
     if interpret:
         return
     width = c_BTW.shape[2] // (2 if overlap else 1)
     if width & (width - 1) or width < formats.MAIN.group:
         raise Unsupported(f"pallas_gpu takes a power of two of channels from 16 up, found H={width}; use 'xla'")
-    if c_BTW.shape[1] == 0:
-        raise Unsupported(f"pallas_gpu needs at least one token, found {c_BTW.shape=}; use 'xla'")
 
 
 def run(

@@ -41,7 +41,7 @@ from kernels_pallas.storage import LANES, Packed
 BLOCK_BYTES = 1 << 20  # of C (and of Z) per block
 BLOCK_ENTRIES = 512  # at most
 TILE = 32  # entries worked on at once: rows of one uint8 tile
-VMEM_BYTES = 40 << 20  # of the smallest generation's 64 MiB and more
+VMEM_BYTES = 40 << 20  # of 64 MiB (TPU7x) or 128 MiB (v5e, v5p, v6e)
 UNROLL = 8  # slots in flight where many are read one by one
 _SUBLANES = 8
 
@@ -126,14 +126,14 @@ def check(
     interpret: Any,
 ) -> None:
     """Refuse what the compiler cannot take."""
+    if c_BTW.shape[1] == 0:
+        raise Unsupported(f"pallas_tpu needs at least one token, found {c_BTW.shape=}; use 'xla'")
     if interpret:
         return
     width = c_BTW.shape[2] // (2 if overlap else 1)
     unit = 2 * LANES if finish is not None and finish.storage == "packed" else LANES
     if width % unit:
         raise Unsupported(f"pallas_tpu compresses entries of H = n * {unit} channels here, found H={width}; use 'xla'")
-    if c_BTW.shape[1] == 0:
-        raise Unsupported(f"pallas_tpu needs at least one token, found {c_BTW.shape=}; use 'xla'")
     plan = _plan(c_BTW, bias_MW, ratio, overlap, finish)
     need = _vmem(plan, c_BTW.dtype.itemsize)
     if need > VMEM_BYTES:
@@ -171,9 +171,8 @@ def run(
         more, turned = {}, 0
     if plan.biased:
         assert bias_MW is not None
-        more["bias"] = bias_MW.reshape(
-            ratio, -1, plan.lanes
-        )  # a slot can be any number: it must not be a row of a tile
+        # A slot may be any number at run time, which a row of a tile may not.
+        more["bias"] = bias_MW.reshape(ratio, -1, plan.lanes)
     arrays: dict[str, Any] = {"c": c_BTW, "z": z_BTW, "c_half": c_half_BMW, "z_half": z_half_BMW, **more}
     if plan.kind == "chunk":
         made = _run_chunk(plan, arrays, phase_B, turned, entries, interpret)
@@ -285,20 +284,20 @@ def _chunk_kernel(plan: _Plan, block_rows: int, block_entries: int, turned: int,
     ref = dict(zip([*plan.inputs, *plan.outputs], named, strict=True))
     phase, block = phase_ref[pl.program_id(0)], pl.program_id(1)
     front, lanes, m = plan.front, plan.lanes, plan.ratio
-    for held, half, new in ((c_buffer, ref["c_half"], ref["c"]), (z_buffer, ref["z_half"], ref["z"])):
+    for buffer, half, new in ((c_buffer, ref["c_half"], ref["c"]), (z_buffer, ref["z_half"], ref["z"])):
         for s in range(plan.row_width // lanes):
             piece = slice(s * lanes, (s + 1) * lanes)
 
             @pl.when(block == 0)
-            def _(held: Any = held, half: Any = half, s: int = s, piece: slice = piece) -> None:
+            def _(buffer: Any = buffer, half: Any = half, s: int = s, piece: slice = piece) -> None:
                 # Row lead + v goes to buffer row F - phase + v; rows that are not real wrap around to where nothing reads.
-                held[s, :front, :] = pltpu.roll(half[:, piece], (front - plan.lead - phase) % front, 0)
+                buffer[s, :front, :] = pltpu.roll(half[:, piece], (front - plan.lead - phase) % front, 0)
 
             @pl.when(block > 0)
-            def _(held: Any = held, s: int = s) -> None:
-                held[s, :front, :] = held[s, plan.rows :, :]
+            def _(buffer: Any = buffer, s: int = s) -> None:
+                buffer[s, :front, :] = buffer[s, plan.rows :, :]
 
-            held[s, front : front + block_rows, :] = new[:, piece]
+            buffer[s, front : front + block_rows, :] = new[:, piece]
 
     def segments(start: Any, size: int, channel: int) -> list[Segment]:
         """Slots of entries [start, start + size) of the block, channels [channel, channel + lanes)."""
@@ -357,7 +356,7 @@ def _run_flat(
         ),
         out_shape=[jax.ShapeDtypeStruct((total, w), dtype) for w, dtype in out.values()],
         compiler_params=pltpu.CompilerParams(
-            dimension_semantics=("arbitrary",), vmem_limit_bytes=_vmem(plan, 4) + (8 << 20)
+            dimension_semantics=("parallel",), vmem_limit_bytes=_vmem(plan, 4) + (8 << 20)
         ),
         interpret=interpret,
     )(source, *(arrays[name] for name in plan.inputs))
@@ -484,7 +483,7 @@ def _group_max(plan: _Plan, x: jax.Array, dtype: jnp.dtype) -> jax.Array:
         for step in (1, 2, 4, 8):  # lane i comes to hold the maximum of lanes i .. i + 15
             top = jnp.maximum(top, pltpu.roll(top, plan.lanes - step, 1))
         slices.append(top)
-    return _exact_dot(_joined(slices), _picks(plan.width, 0), dtype)
+    return _exact_dot(_joined(slices), _picks(plan.width), dtype)
 
 
 def _over_groups(plan: _Plan, scale: jax.Array) -> jax.Array:
@@ -494,15 +493,15 @@ def _over_groups(plan: _Plan, scale: jax.Array) -> jax.Array:
     return _exact_dot(scale, jnp.where(channel // formats.MAIN.group == group, 1.0, 0.0), jnp.dtype(jnp.bfloat16))
 
 
-def _picks(width: int, first: int) -> jax.Array:
+def _picks(width: int) -> jax.Array:
     """0/1 matrix [H, H/16] that takes the first channel of each group."""
     channel = lax.broadcasted_iota(jnp.int32, (width, width // formats.MAIN.group), 0)
     group = lax.broadcasted_iota(jnp.int32, (width, width // formats.MAIN.group), 1)
-    return jnp.where(channel == group * formats.MAIN.group + first, 1.0, 0.0)
+    return jnp.where(channel == group * formats.MAIN.group, 1.0, 0.0)
 
 
 def _exact_dot(a: jax.Array, ones: jax.Array, dtype: jnp.dtype) -> jax.Array:
-    """a @ ones where every sum has one term: exact in bf16 for bf16 numbers, at the highest precision for f32 ones."""
+    """a @ ones where every sum has one term: exact in bf16 for bf16 numbers, and for f32 ones as three bf16 pieces (HIGHEST)."""
     precision = lax.Precision.HIGHEST if dtype == jnp.float32 else None
     product = functools.partial(lax.dot_general, dimension_numbers=(((1,), (0,)), ((), ())), precision=precision)
     return product(a.astype(dtype), ones.astype(dtype), preferred_element_type=jnp.float32)

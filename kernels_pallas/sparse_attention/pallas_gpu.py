@@ -1,8 +1,8 @@
 """Sparse attention on a GPU (Pallas Triton): forward in `gpu_forward`, backward in `gpu_backward`; here what is chosen per call.
 
-Compiled for sm_90 (H100, H200) and sm_100 (B200), not run on any of them. The tiles are what compiles there without spilled
-registers: on sm_90 a tile of 64 rows of 512 channels is 64 KiB of shared memory, twice, beside 64 KiB of queries; on sm_100 the
-tensor memory holds the 64 x 512 sums and the scores of 32 rows.
+Compiled for sm_90 (H100, H200) and sm_100 (B200), not run on either. The tiles are the largest that fit there: on sm_90 a tile
+of 64 rows of 512 channels takes 64 KiB of shared memory, twice, beside 64 KiB of queries; on sm_100 the tensor memory holds
+the sums of 64 heads and the scores of 32 rows.
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ from kernels_pallas.storage import Entries, Packed
 PROGRAMS = 132  # that a GPU takes at once (its multiprocessors): calls with fewer share the rows of a query
 MAX_WIDTH = 512  # of a row, whose sums are held in registers
 HOPPER = ("H100", "H200", "H800", "H20", "GH200")
-HOPPER_ROWS, BLACKWELL_ROWS = 64, 32  # of a block
+HOPPER_ROWS, BLACKWELL_ROWS = 64, 32  # of a block; the smaller also for GPUs that are not named here
+WARPS = 8
 INTERPRETED = Tiles(heads=16, rows=16, warps=4, stages=1)
 INTERPRETED_PROGRAMS = 2  # few, so that only single queries are split, which takes a second kernel
 
@@ -160,17 +161,12 @@ def _tiles(heads: int, dtype: Any, forward: bool) -> Tiles:
     tuned = dispatch.records().get(kind, {}).get("sparse_attention", {})
     if (tile := tuned.get("forward" if forward else "backward")) is not None:
         return Tiles(**tile)
+    if dtype == jnp.float32:  # exact products run outside the tensor cores, on twice the bytes
+        return Tiles(heads=16, rows=16, warps=WARPS, stages=1)
     heads = min(max(pl.next_power_of_2(heads), 16), 64)
-    warps = 8 if heads == 64 else 4
-    if dtype == jnp.float32:  # exact products run outside the tensor cores; twice the bytes
-        return Tiles(heads=16, rows=16, warps=8, stages=1)
-    hopper = any(name in kind for name in HOPPER)
-    rows = HOPPER_ROWS if hopper else BLACKWELL_ROWS
-    return (
-        Tiles(heads, rows, warps, stages=2)
-        if forward
-        else Tiles(heads, rows, warps, stages=1, parts=2 if hopper else 1)
-    )
+    if any(name in kind for name in HOPPER):
+        return Tiles(heads, HOPPER_ROWS, WARPS, stages=2 if forward else 1, parts=1 if forward else 2)
+    return Tiles(heads, BLACKWELL_ROWS, WARPS, stages=2 if forward else 1)
 
 
 def device_kind() -> str:

@@ -78,6 +78,7 @@ def environment(platform_: str) -> dict[str, str]:
         "JAX_ENABLE_COMPILATION_CACHE": "false",
         "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
         "TPU_SKIP_MDS_QUERY": "1",
+        "LLVM_DISABLE_SYMBOLIZATION": "1",  # an aborting compiler should not first spend minutes on naming its stack
     }
 
 

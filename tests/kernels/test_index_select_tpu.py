@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 from jax.experimental.pallas import tpu as pltpu
-from test_kernels_xla import candidate_reference, random_candidates, scores_of, select_reference
+from test_kernels_xla import candidate_reference, scores_of, select_reference
 
 from kernels_pallas import Unsupported, index_select
 from kernels_pallas.index_select import pallas_tpu, tpu_gather
@@ -54,35 +54,43 @@ class TestIndexSelectTpu(IndexSelectSuite):
 
 @pytest.mark.parametrize(
     "parameters",
-    [{"dma_execution_mode": "on_wait", "uninitialized_memory": "nan"}, {"detect_races": True}],
+    [
+        {"dma_execution_mode": "on_wait", "uninitialized_memory": "nan"},
+        {"dma_execution_mode": "eager", "detect_races": True},
+    ],
     ids=["late copies, nan", "races"],
 )
-@pytest.mark.parametrize("kind", ["f32", "packed units"])
-def test_index_select_waits_for_its_copies_and_reads_nothing_else(kind: str, parameters: dict[str, object]) -> None:
-    """Copies done no sooner than waited for, memory NaN before it is written, accesses watched; dense and gathered."""
+@pytest.mark.parametrize(
+    ("kind", "tokens", "entries", "count"),
+    [("f32", 2, 264, 0), ("f32", 1, 2304, 140), ("packed units", 1, 2304, 140)],
+    ids=["dense", "gathered", "gathered units"],
+)
+def test_index_select_waits_for_its_copies_and_reads_nothing_else(
+    kind: str, tokens: int, entries: int, count: int, parameters: dict[str, object]
+) -> None:
+    """Copies done no sooner than waited for, memory NaN before it is written, accesses watched; both buffers in use."""
     from jax._src.pallas.mosaic.interpret import interpret_pallas_call
 
-    q, w, keys, visible = make_inputs(1, kind, 2, 264, batch=1)
-    visible[...] = keys.shape[2]
-    blocks = random_candidates(np.random.default_rng(2), 1, 2, keys.shape[2] // BLOCK, 5)
-    for candidates in (None, blocks) if kind == "f32" else (blocks,):
-        found, _ = index_select(
-            q,
-            w,
-            store(kind, keys),
-            1,
-            visible,
-            topk=TOPK,
-            block_size=BLOCK,
-            candidates_BTC=candidates,
-            implementation="pallas_tpu",
-            interpret=pltpu.InterpretParams(**{"dma_execution_mode": "eager"} | parameters),
-        )
-        named = None if candidates is None else candidates[0]
-        expected = select_reference(scores_of(q[0], w[0], keys[1, 0]), visible[0], TOPK, BLOCK, named)
-        np.testing.assert_array_equal(found[0], expected)
-        if "detect_races" in parameters:
-            assert not interpret_pallas_call.races.races_found
+    q, w, keys, visible = make_inputs(1, kind, tokens, entries, batch=1)
+    visible[...] = entries - 1
+    blocks = np.sort(np.random.default_rng(2).permutation(entries // BLOCK)[:count]).astype(np.int32)
+    found, _ = index_select(
+        q,
+        w,
+        store(kind, keys),
+        1,
+        visible,
+        topk=TOPK,
+        block_size=BLOCK,
+        candidates_BTC=blocks[None, None] if count else None,
+        implementation="pallas_tpu",
+        interpret=pltpu.InterpretParams(**parameters),  # type: ignore[arg-type]
+    )
+    named = blocks[None] if count else None
+    expected = select_reference(scores_of(q[0], w[0], keys[1, 0]), visible[0], TOPK, BLOCK, named)
+    np.testing.assert_array_equal(found[0], expected)
+    if "detect_races" in parameters:
+        assert not interpret_pallas_call.races.races_found
     pltpu.reset_tpu_interpret_mode_state()
 
 
