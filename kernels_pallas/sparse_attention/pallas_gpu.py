@@ -24,7 +24,7 @@ from kernels_pallas.storage import Entries, Packed
 PROGRAMS = 132  # that a GPU takes at once (its multiprocessors): calls with fewer share the rows of a query
 MAX_WIDTH = 512  # of a row, whose sums are held in registers
 HOPPER = ("H100", "H200", "H800", "H20", "GH200")
-HOPPER_ROWS, BLACKWELL_ROWS = 64, 32  # of a block; the smaller also for GPUs that are not named here
+HOPPER_ROWS, OTHER_ROWS = 64, 32  # of a block
 WARPS = 8
 INTERPRETED = Tiles(heads=16, rows=16, warps=4, stages=1)
 INTERPRETED_PROGRAMS = 2  # few, so that only single queries are split, which takes a second kernel
@@ -132,7 +132,7 @@ def _plan(
     if interpret:
         programs, tiles = INTERPRETED_PROGRAMS, dataclasses.replace(INTERPRETED, parts=1 if forward or width % 2 else 2)
     else:
-        programs, tiles = PROGRAMS, _tiles(heads, q_BTNH.dtype, forward)
+        programs, tiles = PROGRAMS, _tiles(heads, q_BTNH.dtype, window_arrays + pool_arrays, forward)
     static = Static(
         batch=batch,
         tokens=tokens,
@@ -155,7 +155,7 @@ def _plan(
     return static, [*[a.reshape(a.shape[1:]) for a in window_arrays], *pool_arrays]
 
 
-def _tiles(heads: int, dtype: Any, forward: bool) -> Tiles:
+def _tiles(heads: int, dtype: Any, stored: list[jax.Array], forward: bool) -> Tiles:
     """Tiles for the device at hand: a tuned record's if there is one."""
     kind = device_kind()
     tuned = dispatch.records().get(kind, {}).get("sparse_attention", {})
@@ -164,9 +164,11 @@ def _tiles(heads: int, dtype: Any, forward: bool) -> Tiles:
     if dtype == jnp.float32:  # exact products run outside the tensor cores, on twice the bytes
         return Tiles(heads=16, rows=16, warps=WARPS, stages=1)
     heads = min(max(pl.next_power_of_2(heads), 16), 64)
+    if any(a.dtype == jnp.float32 for a in stored):  # fetched at twice the bytes, straight into registers
+        return Tiles(heads, OTHER_ROWS, WARPS, stages=1)
     if any(name in kind for name in HOPPER):
         return Tiles(heads, HOPPER_ROWS, WARPS, stages=2 if forward else 1, parts=1 if forward else 2)
-    return Tiles(heads, BLACKWELL_ROWS, WARPS, stages=2 if forward else 1)
+    return Tiles(heads, OTHER_ROWS, WARPS, stages=2 if forward else 1)
 
 
 def device_kind() -> str:

@@ -121,7 +121,7 @@ class IndexSelectSuite:
                 expected = select_reference(scores_of(q[b], w[b], keys[group, b]), visible[b], TOPK)
                 np.testing.assert_array_equal(found[b], expected)
 
-    @at(kinds=("f32",))
+    @at(kinds=("f32", "packed"))
     def test_index_select_of_more_than_there_is_pads(self, kind: str) -> None:
         q, w, keys, visible = make_inputs(3, kind, 3, 9)
         found, made = self.select(q, w, store(kind, keys), 1, visible, topk=12, make_candidates=4)
@@ -182,7 +182,7 @@ class IndexSelectSuite:
             expected = select_reference(scores, visible[b], TOPK, BLOCK, candidates[b])
             np.testing.assert_array_equal(found[b], expected)
 
-    @at(kinds=("f32", "bf16"))
+    @at(kinds=("f32", "packed"))
     def test_index_select_without_anything_visible_selects_nothing(self, kind: str) -> None:
         q, w, keys, visible = make_inputs(3, kind, *FEW)
         found, made = self.select(q, w, store(kind, keys), 0, np.zeros_like(visible), make_candidates=5)

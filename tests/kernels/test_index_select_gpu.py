@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import functools
 import itertools
+import operator
 import re
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -31,7 +33,7 @@ class TestIndexSelectGpu(IndexSelectSuite):
     storages = ("f32", "packed units")
 
 
-def _select(*args, **options):
+def _select(*args: Any, **options: Any) -> Any:
     """The door, compiled afresh: the sizes that tests change are not arguments."""
     select = functools.partial(index_select, implementation="pallas_gpu", interpret=True, **options)
     return jax.jit(lambda *a: select(*a))(*args)
@@ -99,6 +101,15 @@ def test_best_places_agree_with_a_stable_sort(bits):
         assert tau == (row[order[-1]] if len(order) == 9 else best.empty)
 
 
+_BITWISE = {
+    "mov.b32": lambda a: a,
+    "shl.b32": operator.lshift,
+    "shr.b32": operator.rshift,
+    "and.b32": operator.and_,
+    "or.b32": operator.or_,
+}
+
+
 def _run_assembly(text: str, word: int, scale: int) -> int:
     """What DEQUANTISE computes, by a reading of its seven instructions: two bf16 patterns in one register."""
     registers = {"$1": word, "$2": scale}
@@ -120,9 +131,7 @@ def _run_assembly(text: str, word: int, scale: int) -> int:
                 low, high = (halves(a) * halves(b[0])).astype(jnp.bfloat16).view(np.uint16).astype(int)
             registers[target] = int(low) | int(high) << 16
         else:
-            results = {"mov.b32": a, "shl.b32": a << b[0] if b else 0, "shr.b32": a >> b[0] if b else 0}
-            results |= {"and.b32": a & b[0], "or.b32": a | b[0]} if b else {}
-            registers[target] = results[name] & 0xFFFFFFFF
+            registers[target] = _BITWISE[name](a, *b) & 0xFFFFFFFF
     return registers["$0"]
 
 
@@ -141,12 +150,12 @@ def test_dequantise_assembly_gives_every_code_and_scale():
 
 def test_pallas_gpu_refuses_shapes_that_no_tensor_core_takes():
     plain = np.zeros((1, 1, 8, 128), jnp.bfloat16)
-    main = storage.Packed(np.zeros((1, 1, 8, 64), np.uint8), np.zeros((1, 1, 8, 8), np.uint8), 128, formats.MAIN)
+    main = storage.Packed(jnp.zeros((1, 1, 8, 64), jnp.uint8), jnp.zeros((1, 1, 8, 32), jnp.uint8), 128, formats.MAIN)
 
-    def check(heads, interpret=False, keys=plain, **changed):
-        q = np.zeros((1, 1, heads, 128), jnp.bfloat16)
+    def check(heads: int, interpret: bool = False, keys: Any = plain, **changed: Any) -> None:
+        q = jnp.zeros((1, 1, heads, 128), jnp.bfloat16)
         static = {"topk": 4, "block_size": 0, "make_candidates": 0, "candidates_BTC": None} | changed
-        pallas_gpu.check(q, q[..., 0], keys, 0, np.zeros((1, 1), np.int32), interpret=interpret, **static)
+        pallas_gpu.check(q, q[..., 0], keys, 0, jnp.zeros((1, 1), jnp.int32), interpret=interpret, **static)
 
     check(32)
     check(3, interpret=True)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 import numpy as np
 import pytest
 from jax.experimental.pallas import tpu as pltpu
@@ -11,6 +13,8 @@ from kernels_pallas import Unsupported, index_select
 from kernels_pallas.index_select import pallas_tpu, tpu_gather
 from kernels_pallas.index_select.tpu_dense import Tiles
 from tests.kernels.index_select_suite import BLOCK, FEW, TOPK, IndexSelectSuite, make_inputs, store
+
+os.environ.setdefault("NPROC", "32")  # threads of the watching interpreter: with few it may wait for itself
 
 
 @pytest.fixture(autouse=True)
