@@ -48,7 +48,8 @@ def sparse_attention(
         q_BTNH: queries, f32 or bf16.
         window_BSH: S = history + T rows in order of position; the T queries are the last T rows' tokens. Numbers, or
             `Packed` of shape [1, B, S, H].
-        first_BT: int32, the first row of `window_BSH` the query may read (never more than `window` rows back if causal).
+        first_BT: int32, the first row of `window_BSH` the query may read. Causal queries never read further back than `window`
+            rows, their own included, whatever it says.
         sink_N: per-head sink logits, f32.
         pool_GBPH: the stacked pools, plain or packed (`storage`); only rows `[group, b, selection]` are read.
         selection_BTK: pool entries, -1 absent.

@@ -162,7 +162,7 @@ def _tiles(heads: int, dtype: Any, stored: list[jax.Array], forward: bool) -> Ti
     if (tile := tuned.get("forward" if forward else "backward")) is not None:
         return Tiles(**tile)
     if dtype == jnp.float32:  # exact products run outside the tensor cores, on twice the bytes
-        return Tiles(heads=16, rows=16, warps=WARPS, stages=1)
+        return Tiles(heads=16, rows=16, warps=WARPS, stages=2)
     heads = min(max(pl.next_power_of_2(heads), 16), 64)
     if any(a.dtype == jnp.float32 for a in stored):  # fetched at twice the bytes, straight into registers
         return Tiles(heads, OTHER_ROWS, WARPS, stages=1)

@@ -102,6 +102,7 @@ def _prepare(
     rows = window_BSH.shape[1]
     if causal:
         end_BT = jnp.broadcast_to(rows - tokens + 1 + jnp.arange(tokens, dtype=jnp.int32), first_BT.shape)
+        first_BT = jnp.maximum(first_BT, end_BT - window)
     else:
         end_BT = jnp.full(first_BT.shape, rows, jnp.int32)
     size = max(window, 64) if causal else tokens

@@ -2,9 +2,10 @@
 
     python -m tests.aot.compilers        install what is missing into build/aot (CSA2_AOT=... elsewhere)
 
-They are wheels that need no TPU and no driver: libtpu, and jax's CUDA plugin with its PJRT library. Which versions belong to
-the installed jax, jax's own metadata says. They are installed beside the environment, not into it, because an installed plugin
-is loaded by every `import jax`. CSA2_REQUIRE_AOT=1 turns "cannot be had" from a skip into a failure.
+They are wheels that need no TPU and no driver: libtpu; jax's CUDA plugin with its PJRT library, and of CUDA itself the assembler
+and the mathematics library. Which versions belong to the installed jax, jax's own metadata says. They are installed beside the
+environment, not into it, because an installed plugin is loaded by every `import jax`. CSA2_REQUIRE_AOT=1 turns "cannot be had"
+from a skip into a failure.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from __future__ import annotations
 import importlib.metadata
 import os
 import platform
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -23,7 +25,11 @@ from packaging.utils import canonicalize_name
 
 ROOT: Final = Path(__file__).resolve().parents[2]
 PLATFORMS: Final = ("tpu", "cuda")
-_EXTRA: Final = {"tpu": "tpu", "cuda": "cuda12-local"}  # cuda12-local: the plugin without the CUDA libraries
+_EXTRA: Final = {
+    "tpu": "tpu",
+    "cuda": "cuda12-local",
+}  # cuda12-local: the plugin without CUDA, which is mostly libraries to run
+_ASSEMBLER: Final = {"nvidia-cuda-nvcc-cu12": SpecifierSet(">=12.8")}  # ptxas and libdevice; the first that knows B200
 
 
 def folder(platform_: str) -> Path:
@@ -46,6 +52,7 @@ def wanted(platform_: str) -> dict[str, SpecifierSet]:
             found[requirement.name] = requirement.specifier
     if platform_ == "cuda":  # the plugin asks for its library only together with all of CUDA
         found |= {name.replace("-plugin", "-pjrt"): specifier for name, specifier in found.items()}
+        found |= _ASSEMBLER
     if not found:
         raise LookupError(f"jax {importlib.metadata.version('jax')} names no {platform_} compiler")
     return found
@@ -72,7 +79,10 @@ def missing(platform_: str) -> str | None:
 def environment(platform_: str) -> dict[str, str]:
     """Variables of a process that compiles for the platform: no device is looked for, nothing is read from a cache."""
     path = [str(folder(platform_)), str(ROOT), os.environ.get("PYTHONPATH", "")]
-    return os.environ | {
+    cuda = {"CUDA_ROOT": str(folder(platform_) / "nvidia" / "cuda_nvcc")} if platform_ == "cuda" else {}
+    return {
+        **os.environ,
+        **cuda,
         "PYTHONPATH": os.pathsep.join(filter(None, path)),
         "JAX_PLATFORMS": "cpu",
         "JAX_ENABLE_COMPILATION_CACHE": "false",
@@ -88,13 +98,18 @@ def install(platform_: str) -> str | None:
     if reason is None or "not installed" not in reason:
         return reason
     specifiers = [f"{name}{specifier}" for name, specifier in wanted(platform_).items()]
-    command = [sys.executable, "-m", "pip", "install", "-qq", "--disable-pip-version-check", "--no-deps", "--upgrade"]
-    command += ["--retries", "1", "--timeout", "20", "--target", str(folder(platform_)), *specifiers]
+    place = folder(platform_)
+    fresh = place.with_name(f"{place.name}.new")
+    shutil.rmtree(fresh, ignore_errors=True)
+    command = [sys.executable, "-m", "pip", "install", "-qq", "--disable-pip-version-check", "--no-deps"]
+    command += ["--retries", "1", "--timeout", "20", "--target", str(fresh), *specifiers]
     print(f"fetching {' '.join(specifiers)}", flush=True)
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
         last = [line for line in done.stderr.splitlines() if line.strip()][-1:]
         return f"{' '.join(specifiers)} could not be installed: {' '.join(last)}"
+    shutil.rmtree(place, ignore_errors=True)  # whole or not at all, whatever was there before
+    fresh.rename(place)
     return missing(platform_)
 
 

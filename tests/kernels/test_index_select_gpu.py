@@ -21,10 +21,10 @@ from tests.kernels.index_select_suite import BLOCK, IndexSelectSuite, make_input
 
 @pytest.fixture(autouse=True)
 def small_steps(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Five steps in 300 entries, a buffer that overflows at the second; two splits of a lone query, merged."""
+    """Five steps in 300 entries, a buffer that overflows at the second or third, and no splits."""
     monkeypatch.setattr(pallas_gpu, "_STEP", {"bfloat16": (64, 4), "float32": (64, 4)})
     monkeypatch.setattr(pallas_gpu, "_RUN", 1)
-    monkeypatch.setattr(pallas_gpu, "_PROGRAMS", 4)
+    monkeypatch.setattr(pallas_gpu, "_PROGRAMS", 1)
 
 
 class TestIndexSelectGpu(IndexSelectSuite):

@@ -132,7 +132,7 @@ def test_weights_meet_bf16_values_rounded_and_the_denominator_unrounded() -> Non
 
 def refusal(**changes: Any) -> str:
     """Why a call at the released shapes (with changes) is refused, seen without running it."""
-    shape = jax.ShapeDtypeStruct
+    shape: Any = jax.ShapeDtypeStruct
     inputs: dict[str, Any] = {
         "q_BTNH": shape((2, 4, 64, 512), "bfloat16"),
         "window_BSH": shape((2, 132, 512), "bfloat16"),
@@ -152,14 +152,14 @@ def refusal(**changes: Any) -> str:
 
 
 def test_widths_that_are_no_power_of_two_are_refused_by_value() -> None:
-    shape = jax.ShapeDtypeStruct
+    shape: Any = jax.ShapeDtypeStruct
     narrow = {"q_BTNH": shape((2, 4, 64, 384), "bfloat16"), "window_BSH": shape((2, 132, 384), "bfloat16")}
     assert "width=384" in refusal(**narrow, pool_GBPH=shape((3, 2, 4096, 3, 128), "bfloat16"))
 
 
 def test_byte_arrays_that_signed_indices_cannot_reach_are_refused() -> None:
     """fp4 codes are read as words and so reach further: 3 GiB of them pass this check, 3 GiB of e4m3 do not."""
-    shape = jax.ShapeDtypeStruct
+    shape: Any = jax.ShapeDtypeStruct
     entries = 3 * 2**30 // 2 // 512
     fp8 = storage.Packed(shape((1, 2, entries, 512), "uint8"), shape((1, 2, entries, 16), "uint8"), 512, formats.WINDOW)
     assert "2 to 4 GiB" in refusal(pool_GBPH=fp8)
