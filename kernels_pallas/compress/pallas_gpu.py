@@ -13,6 +13,7 @@ store the same values there, so that no access needs a mask.
 
 After pooling, in the same program and in the order of `steps.finish`: RMSNorm; rotation on pairs of neighbouring channels, cut
 apart and put together through integer sums of their bits (a sum of floats would turn -0 into 0); maxima over reshaped groups.
+Compiled for sm_90 (H100, H200) and sm_100 (B200); not run on one.
 """
 
 from __future__ import annotations

@@ -14,14 +14,11 @@ Where each sequence brings one token (decode), only phase m - 1 completes an ent
 new one: rows of the grid's blocks are then sequences, and blocks in which nothing completes do not fetch their waiting rows.
 At m = 1 there is nothing to pool and rows of blocks are tokens of any sequence.
 
-After pooling, in the same kernel and in the order of `steps.finish`: RMSNorm; rotation by exchanging neighbouring lanes with two
-lane rotations; a group's maximum by four lane rotations inside 128 lanes, picked out of every sixteenth lane by a product with a
-0/1 matrix, exact because each sum has one term; codes by comparisons; two halves of the channels to a byte.
+All that follows the pooling happens in the same kernel (`tpu_finish`). Compiled for v5e, v5p, v6e and TPU7x; not run on one.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -33,81 +30,13 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from kernels_pallas import formats
-from kernels_pallas.compress import rows, steps
+from kernels_pallas.compress import rows, steps, tpu_finish, tpu_plan
 from kernels_pallas.compress.steps import Finish, Segment, Tail
+from kernels_pallas.compress.tpu_plan import Plan
 from kernels_pallas.dispatch import Unsupported
 from kernels_pallas.storage import LANES, Packed
 
-BLOCK_BYTES = 1 << 20  # of C (and of Z) per block
-BLOCK_ENTRIES = 512  # at most
-TILE = 32  # entries worked on at once: rows of one uint8 tile
-VMEM_BYTES = 40 << 20  # of 64 MiB (TPU7x) or 128 MiB (v5e, v5p, v6e)
 UNROLL = 8  # slots in flight where many are read one by one
-_SUBLANES = 8
-
-
-@dataclasses.dataclass(frozen=True)
-class _Plan:
-    """What is static in a kernel. `rows`: tokens in a block; `entries`: entries in a block (with "chunk" rows / ratio)."""
-
-    kind: str  # "chunk" | "step" | "rows"
-    ratio: int
-    overlap: bool
-    width: int  # H
-    finish: Finish | None
-    biased: bool
-    rows: int
-    entries: int
-    total: int  # entries of a sequence, or of all with "step" and "rows"
-
-    @property
-    def lead(self) -> int:
-        return rows.lead_rows(self.ratio, self.overlap)
-
-    @property
-    def waiting(self) -> int:
-        return rows.waiting_rows(self.ratio, self.overlap)
-
-    @property
-    def front(self) -> int:
-        """Rows of the buffer before a block's own."""
-        return -(-self.waiting // _SUBLANES) * _SUBLANES
-
-    @property
-    def row_width(self) -> int:
-        return self.width * (2 if self.overlap else 1)
-
-    @property
-    def lanes(self) -> int:
-        """Channels in a slice: 128, or all of a width that only an interpreter takes."""
-        return LANES if self.width % LANES == 0 else self.width
-
-    @property
-    def held(self) -> bool:
-        """Whether the slots of an entry are held at once."""
-        return steps.holds(self.ratio, self.overlap)
-
-    @property
-    def inputs(self) -> list[str]:
-        names = ["c"] if self.kind == "rows" else ["c", "z", "c_half", "z_half"]
-        names += ["bias"] if self.biased else []
-        return names + (["norm", "turn"] if self.finish else [])
-
-    @property
-    def outputs(self) -> dict[str, tuple[int, jnp.dtype]]:
-        """Width and dtype by name. A block has to be whole tiles (up to 32 rows) or all there is: others leave in 32 bits."""
-        narrow = self.entries % TILE == 0 or self.entries == self.total
-
-        def kept(dtype: jax.typing.DTypeLike) -> jnp.dtype:
-            return jnp.dtype(dtype if narrow else jnp.int32 if dtype == jnp.uint8 else jnp.float32)
-
-        if self.finish is None:
-            return {"pooled": (self.width, kept(jnp.float32))}
-        out = {"latent": (self.width, kept(self.finish.dtype))}
-        if self.finish.storage == "packed":
-            scales = self.width // formats.MAIN.group
-            return out | {"codes": (self.width // 2, kept(jnp.uint8)), "scales": (scales, kept(jnp.uint8))}
-        return out | {"entry": (self.width, kept(self.finish.entry_dtype))}
 
 
 def check(
@@ -134,11 +63,11 @@ def check(
     unit = 2 * LANES if finish is not None and finish.storage == "packed" else LANES
     if width % unit:
         raise Unsupported(f"pallas_tpu compresses entries of H = n * {unit} channels here, found H={width}; use 'xla'")
-    plan = _plan(c_BTW, bias_MW, ratio, overlap, finish)
-    need = _vmem(plan, c_BTW.dtype.itemsize)
-    if need > VMEM_BYTES:
+    plan = tpu_plan.make_plan(c_BTW, bias_MW, ratio, overlap, finish)
+    need = tpu_plan.vmem_bytes(plan, c_BTW.dtype.itemsize)
+    if need > tpu_plan.VMEM_BYTES:
         raise Unsupported(
-            f"pallas_tpu would need {need} bytes of VMEM of {VMEM_BYTES} at {ratio=}, {width=}; use 'xla'"
+            f"pallas_tpu would need {need} bytes of VMEM of {tpu_plan.VMEM_BYTES} at {ratio=}, {width=}; use 'xla'"
         )
 
 
@@ -161,7 +90,7 @@ def run(
     batch, tokens, _ = c_BTW.shape
     if ratio == 1 and not overlap and finish is None:
         return c_BTW, c_half_BMW, z_half_BMW
-    plan = _plan(c_BTW, bias_MW, ratio, overlap, finish)
+    plan = tpu_plan.make_plan(c_BTW, bias_MW, ratio, overlap, finish)
     entries = -(-tokens // ratio)
     if tail is not None:
         norm_H, cos_BER, sin_BER = tail
@@ -196,37 +125,12 @@ def run(
     return (made["latent"].astype(finish.dtype), entry), c_half_BMW, z_half_BMW
 
 
-def _plan(c_BTW: jax.Array, bias_MW: jax.Array | None, ratio: int, overlap: bool, finish: Finish | None) -> _Plan:
-    batch, tokens, row_width = c_BTW.shape
-    width = row_width // (2 if overlap else 1)
-    pools = ratio > 1 or overlap
-    kind = "rows" if not pools else "step" if tokens == 1 else "chunk"
-    total = -(-tokens // ratio) if kind == "chunk" else batch * tokens
-    # Bytes that come with one entry.
-    size = 4 * row_width * (rows.waiting_rows(ratio, overlap) + 1 if kind == "step" else ratio)
-    block = min(BLOCK_BYTES // size, BLOCK_ENTRIES) // TILE * TILE or max(BLOCK_BYTES // size // 8, 1) * _SUBLANES
-    block = total if total <= min(block, TILE) else min(block, -(-total // TILE) * TILE)
-    return _Plan(kind, ratio, overlap, width, finish, bias_MW is not None and pools, block * ratio, block, total)
-
-
-def _vmem(plan: _Plan, itemsize: int) -> int:
-    """Bytes of blocks, doubled for the pipeline, and of the buffers."""
-    row = plan.row_width * itemsize
-    if plan.kind == "rows":
-        held = 2 * plan.entries * row
-    elif plan.kind == "step":
-        held = 2 * 2 * plan.entries * (plan.front + 1) * row
-    else:
-        held = 2 * (2 * plan.rows + plan.front * 3 + plan.rows) * row
-    return held + 2 * plan.entries * (sum(w * d.itemsize for w, d in plan.outputs.values()) + 4 * LANES) + (4 << 20)
-
-
 def _turn_width(width: int, turned: int) -> int:
     """Channels of the last slices, which hold all that is rotated."""
     return min(-(-turned // LANES) * LANES, width)
 
 
-def _turns(plan: _Plan, cos_BER: jax.Array, sin_BER: jax.Array) -> jax.Array:
+def _turns(plan: Plan, cos_BER: jax.Array, sin_BER: jax.Array) -> jax.Array:
     """[B, E, X]: cos in even lanes and sin in odd ones, of the pairs in the last X channels; 0 before those."""
     pairs = jnp.stack([cos_BER, sin_BER], axis=-1).astype(jnp.float32)
     table = pairs.reshape(*cos_BER.shape[:2], 2 * cos_BER.shape[2])
@@ -237,7 +141,7 @@ def _turns(plan: _Plan, cos_BER: jax.Array, sin_BER: jax.Array) -> jax.Array:
 
 
 def _run_chunk(
-    plan: _Plan, arrays: dict[str, Any], phase_B: jax.Array, turned: int, entries: int, interpret: Any
+    plan: Plan, arrays: dict[str, Any], phase_B: jax.Array, turned: int, entries: int, interpret: Any
 ) -> dict[str, jax.Array]:
     batch, tokens, row_width = arrays["c"].shape
     blocks = -(-entries // plan.entries)
@@ -265,14 +169,14 @@ def _run_chunk(
         ),
         out_shape=[jax.ShapeDtypeStruct((batch, entries, w), dtype) for w, dtype in out.values()],
         compiler_params=pltpu.CompilerParams(
-            dimension_semantics=("parallel", "arbitrary"), vmem_limit_bytes=_vmem(plan, 4) + (8 << 20)
+            dimension_semantics=("parallel", "arbitrary"), vmem_limit_bytes=tpu_plan.vmem_bytes(plan, 4) + (8 << 20)
         ),
         interpret=interpret,
     )(phase_B, *(arrays[name] for name in plan.inputs))
     return dict(zip(out, made, strict=True))
 
 
-def _chunk_kernel(plan: _Plan, block_rows: int, block_entries: int, turned: int, phase_ref: Any, *refs: Any) -> None:
+def _chunk_kernel(plan: Plan, block_rows: int, block_entries: int, turned: int, phase_ref: Any, *refs: Any) -> None:
     """One block of one sequence.
 
     Prefetch: phase [B]
@@ -325,7 +229,7 @@ def _chunk_kernel(plan: _Plan, block_rows: int, block_entries: int, turned: int,
 
 
 def _run_flat(
-    plan: _Plan, arrays: dict[str, Any], phase_B: jax.Array, count_B: jax.Array, turned: int, interpret: Any
+    plan: Plan, arrays: dict[str, Any], phase_B: jax.Array, count_B: jax.Array, turned: int, interpret: Any
 ) -> dict[str, jax.Array]:
     total = arrays["c"].shape[0] * arrays["c"].shape[1]
     row_width = arrays["c"].shape[2]
@@ -356,14 +260,14 @@ def _run_flat(
         ),
         out_shape=[jax.ShapeDtypeStruct((total, w), dtype) for w, dtype in out.values()],
         compiler_params=pltpu.CompilerParams(
-            dimension_semantics=("parallel",), vmem_limit_bytes=_vmem(plan, 4) + (8 << 20)
+            dimension_semantics=("parallel",), vmem_limit_bytes=tpu_plan.vmem_bytes(plan, 4) + (8 << 20)
         ),
         interpret=interpret,
     )(source, *(arrays[name] for name in plan.inputs))
     return dict(zip(out, made, strict=True))
 
 
-def _flat_kernel(plan: _Plan, turned: int, source_ref: Any, *refs: Any) -> None:
+def _flat_kernel(plan: Plan, turned: int, source_ref: Any, *refs: Any) -> None:
     """One block of entries, each from one new row.
 
     Prefetch: source [blocks], the block whose waiting rows are here
@@ -415,10 +319,10 @@ def _flat_kernel(plan: _Plan, turned: int, source_ref: Any, *refs: Any) -> None:
 
 
 def _for_tiles(
-    plan: _Plan, entries: int, turned: int, ref: dict[str, Any], segments: Callable[..., Sequence[Segment]] | None
+    plan: Plan, entries: int, turned: int, ref: dict[str, Any], segments: Callable[..., Sequence[Segment]] | None
 ) -> None:
     """Pool, finish and write the block's entries, tile by tile."""
-    size = TILE if entries > TILE and entries % TILE == 0 else entries
+    size = tpu_plan.TILE if entries > tpu_plan.TILE and entries % tpu_plan.TILE == 0 else entries
 
     def tile(start: Any) -> None:
         at = pl.ds(start, size)
@@ -426,86 +330,18 @@ def _for_tiles(
             pooled = ref["c"][at, :].astype(jnp.float32)
         else:
             channels = range(0, plan.width, plan.lanes)
-            pooled = _joined(
+            pooled = tpu_finish.joined(
                 [steps.pool(segments(start, size, channel), plan.held, unroll=UNROLL) for channel in channels]
             )
         if plan.finish is None:
             ref["pooled"][at, :] = pooled
             return
-        for name, value in _finish(plan, plan.finish, pooled, ref["norm"][...], ref["turn"][at, :], turned).items():
+        for name, value in tpu_finish.finish(
+            plan, plan.finish, pooled, ref["norm"][...], ref["turn"][at, :], turned
+        ).items():
             ref[name][at, :] = value.astype(ref[name].dtype)
 
     if size == entries:
         tile(0)
     else:
         lax.fori_loop(0, entries // size, lambda i, _: tile(pl.multiple_of(i * size, size)), None)
-
-
-def _finish(
-    plan: _Plan, how: Finish, x: jax.Array, norm: jax.Array, turn: jax.Array, turned: int
-) -> dict[str, jax.Array]:
-    """Outputs by name, as numbers, from pooled entries f32 [n, H]; the order of `steps.finish`."""
-    x = steps.cast_value(x, how.dtype)
-    x = x * lax.rsqrt(jnp.mean(jnp.square(x), axis=-1, keepdims=True) + jnp.float32(how.eps)) * norm
-    latent = steps.cast_value(x, how.dtype)
-    start = plan.width - turn.shape[1]
-    last = _rotate(latent[:, start:], turn, turned)
-    x = _joined([latent[:, :start], steps.cast_value(last, how.dtype)]) if start else steps.cast_value(last, how.dtype)
-    made = {"latent": latent}
-    if how.storage == "plain":
-        return made | {"entry": steps.cast_value(x, how.entry_dtype)}
-    scale = steps.main_scale(_group_max(plan, x, how.dtype))
-    code = steps.main_code(x, _over_groups(plan, scale))
-    if how.storage == "rounded":
-        return made | {"entry": formats.e2m1_values(code) * _over_groups(plan, scale)}  # exact in bf16
-    half = plan.width // 2
-    return made | {"codes": code[:, :half] | (code[:, half:] << 4), "scales": formats.e4m3_codes(scale)}
-
-
-def _rotate(x: jax.Array, turn: jax.Array, turned: int) -> jax.Array:
-    """x [n, X] with the pairs of its last `turned` lanes turned by (cos, sin) in `turn`."""
-    lane = lax.broadcasted_iota(jnp.int32, x.shape, 1)
-    even = lane % 2 == 0
-
-    def partner(a: jax.Array) -> jax.Array:
-        return jnp.where(even, pltpu.roll(a, a.shape[1] - 1, 1), pltpu.roll(a, 1, 1))
-
-    other = partner(turn)
-    cos, sin = jnp.where(even, turn, other), jnp.where(even, -other, turn)
-    return jnp.where(lane >= x.shape[1] - turned, x * cos + partner(x) * sin, x)
-
-
-def _group_max(plan: _Plan, x: jax.Array, dtype: jnp.dtype) -> jax.Array:
-    """Largest magnitude of each group of 16 channels, [n, H/16]."""
-    slices = []
-    for channel in range(0, plan.width, plan.lanes):
-        top = jnp.abs(x[:, channel : channel + plan.lanes])
-        for step in (1, 2, 4, 8):  # lane i comes to hold the maximum of lanes i .. i + 15
-            top = jnp.maximum(top, pltpu.roll(top, plan.lanes - step, 1))
-        slices.append(top)
-    return _exact_dot(_joined(slices), _picks(plan.width), dtype)
-
-
-def _over_groups(plan: _Plan, scale: jax.Array) -> jax.Array:
-    """[n, H/16] -> [n, H]: an e4m3 number is exact in bf16."""
-    channel = lax.broadcasted_iota(jnp.int32, (plan.width // formats.MAIN.group, plan.width), 1)
-    group = lax.broadcasted_iota(jnp.int32, (plan.width // formats.MAIN.group, plan.width), 0)
-    return _exact_dot(scale, jnp.where(channel // formats.MAIN.group == group, 1.0, 0.0), jnp.dtype(jnp.bfloat16))
-
-
-def _picks(width: int) -> jax.Array:
-    """0/1 matrix [H, H/16] that takes the first channel of each group."""
-    channel = lax.broadcasted_iota(jnp.int32, (width, width // formats.MAIN.group), 0)
-    group = lax.broadcasted_iota(jnp.int32, (width, width // formats.MAIN.group), 1)
-    return jnp.where(channel == group * formats.MAIN.group, 1.0, 0.0)
-
-
-def _exact_dot(a: jax.Array, ones: jax.Array, dtype: jnp.dtype) -> jax.Array:
-    """a @ ones where every sum has one term: exact in bf16 for bf16 numbers, and for f32 ones as three bf16 pieces (HIGHEST)."""
-    precision = lax.Precision.HIGHEST if dtype == jnp.float32 else None
-    product = functools.partial(lax.dot_general, dimension_numbers=(((1,), (0,)), ((), ())), precision=precision)
-    return product(a.astype(dtype), ones.astype(dtype), preferred_element_type=jnp.float32)
-
-
-def _joined(slices: Sequence[jax.Array]) -> jax.Array:
-    return slices[0] if len(slices) == 1 else jnp.concatenate(slices, axis=1)

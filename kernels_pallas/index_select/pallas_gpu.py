@@ -11,6 +11,9 @@ of queries, which share what is read and dequantised. Obeying candidates is the 
 that the query's own blocks name, whose entries are gathered. Memory is queries * splits * (K + C) numbers; the splits of a call
 times its queries are bounded, or the queries alone. While a chunk is scored, the next ones are in flight (num_stages): nothing
 that a run of chunks reads is written in it.
+
+Compiled for H100, H200 and B200, where the products become wgmma and tcgen05 instructions, and interpreted; not run on a GPU.
+The constants below follow from register counts and arithmetic, not from measurements.
 """
 
 from __future__ import annotations

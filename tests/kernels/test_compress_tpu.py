@@ -13,7 +13,7 @@ from jax.experimental.pallas import tpu as pltpu
 from kernels.compress_suite import CSA, CSA2, CompressSuite, Kind, Sequences, assert_same_bits, tables
 
 from kernels_pallas import Compressed, Unsupported, compress, compress_entries
-from kernels_pallas.compress import pallas_tpu
+from kernels_pallas.compress import tpu_plan
 
 os.environ.setdefault("NPROC", "32")  # threads of the watching interpreter: with few it may wait for itself
 
@@ -44,8 +44,8 @@ def packed(kind: Kind, at: np.ndarray, count: np.ndarray, width: int, turned: in
 @pytest.mark.parametrize("kind", [CSA2, CSA], ids=["m=2", "m=4 overlap"])
 def test_blocks_hand_their_last_rows_to_the_next(kind: Kind, monkeypatch: pytest.MonkeyPatch) -> None:
     """Three blocks of two tiles, the last one partial, slices of 128 channels: what long chunks are at full width."""
-    monkeypatch.setattr(pallas_tpu, "TILE", 8)
-    monkeypatch.setattr(pallas_tpu, "BLOCK_BYTES", 16 * kind.ratio * kind.rows(256) * 4)
+    monkeypatch.setattr(tpu_plan, "TILE", 8)
+    monkeypatch.setattr(tpu_plan, "BLOCK_BYTES", 16 * kind.ratio * kind.rows(256) * 4)
     at, count = np.array([kind.ratio - 1, kind.ratio]), np.array([41 * kind.ratio + 1, 38 * kind.ratio])
     found = packed(kind, at, count, 256, 64, implementation="pallas_tpu", interpret=True)
     expected = packed(kind, at, count, 256, 64, implementation="xla")
@@ -56,7 +56,7 @@ def test_blocks_hand_their_last_rows_to_the_next(kind: Kind, monkeypatch: pytest
 
 def test_decode_steps_leave_alone_what_does_not_complete(monkeypatch: pytest.MonkeyPatch) -> None:
     """Blocks of sequences in which no entry completes are zero, and do not disturb the ones that do."""
-    monkeypatch.setattr(pallas_tpu, "BLOCK_BYTES", 1)  # blocks of 8 sequences
+    monkeypatch.setattr(tpu_plan, "BLOCK_BYTES", 1)  # blocks of 8 sequences
     at, count = np.arange(40) % 3, np.ones(40, int)
     at[[9, 13, 30]] = 3
     found = packed(CSA, at, count, 32, 16, implementation="pallas_tpu", interpret=True)
@@ -75,8 +75,8 @@ def test_kernels_read_nothing_unwritten_and_never_race(
     watch: Any, tokens: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Two blocks of eight entries, the last partial."""
-    monkeypatch.setattr(pallas_tpu, "TILE", 8)
-    monkeypatch.setattr(pallas_tpu, "BLOCK_BYTES", 8 * 4 * CSA.rows(16) * 4)
+    monkeypatch.setattr(tpu_plan, "TILE", 8)
+    monkeypatch.setattr(tpu_plan, "BLOCK_BYTES", 8 * 4 * CSA.rows(16) * 4)
     at, count = np.array([3, 0]), np.array([tokens, tokens - 1])
     found = packed(CSA, at, count, 16, 8, implementation="pallas_tpu", interpret=watch)
     if watch is RACES:
