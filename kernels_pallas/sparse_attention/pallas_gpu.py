@@ -156,7 +156,9 @@ def _plan(
 
 
 def _tiles(heads: int, dtype: Any, stored: list[jax.Array], forward: bool) -> Tiles:
-    """Tiles for the device at hand: a tuned record's if there is one."""
+    """Tiles for the device at hand: those of its tuned record (fields of `Tiles` under sparse_attention, forward or backward)
+    or what fits.
+    """
     kind = device_kind()
     tuned = dispatch.records().get(kind, {}).get("sparse_attention", {})
     if (tile := tuned.get("forward" if forward else "backward")) is not None:

@@ -331,10 +331,10 @@ def _allowed_backward(case: Case) -> int:
 
 
 def _allowed_index(case: Case) -> int:
-    # What several programs found before their finds are merged: a few times K (and C), per query; and the f32 scores of four
-    # queries of every row, which alone grow with P.
+    # What several programs found before their finds are merged, a few times K (and C) per query: score and number of each. It grows
+    # with P for the few queries that are spread over a whole device, as far as one score and number per entry.
     kept = TOPK + (BLOCKS if case.call == "make candidates" else 0)
-    return 64 * MIB + 32 * case.batch * case.tokens * kept + 4 * case.batch * min(case.tokens, 4) * case.entries
+    return 64 * MIB + 32 * case.batch * case.tokens * kept + 8 * case.batch * min(case.tokens, 4) * case.entries
 
 
 def _allowed_compress(case: Case) -> int:

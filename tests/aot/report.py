@@ -41,7 +41,7 @@ A call with a pool has three of them in its stack (one at B = 64, P = 1,048,576)
 donated pool first.""",
     "sparse_attention backward": """\
 Temporary bytes hold the cotangents of the whole stack, summed in float32. *Added up* puts them into a donated sum.""",
-    "index_select": "Temporary bytes hold float32 scores of the queries that are worked on together.",
+    "index_select": "Temporary bytes hold what several programs found for a query, before that is merged.",
     "compress": "",
 }
 
