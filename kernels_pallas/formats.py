@@ -167,10 +167,9 @@ def scale_exactly(element: jax.Array, exponent: jax.Array) -> jax.Array:
     Those are integers times 2**-149 and are put together from bits, because a product would flush to zero.
     """
     product = times_power_of_two(element, exponent)
-    magnitude = times_power_of_two(
-        jnp.abs(element), jnp.clip(exponent + 149, 0, 30)
-    )  # exact: no element is below 2**-9
-    tiny = (exponent < -100) & (magnitude < 2.0**23)
+    # No element is below 2**-9, so that from exponent -117 up no product is subnormal, and below it the integer is exact.
+    magnitude = times_power_of_two(jnp.abs(element), jnp.clip(exponent + 149, 0, 31))
+    tiny = (exponent < -117) & (magnitude < 2.0**23)
     sign = lax.bitcast_convert_type(element, jnp.int32) & jnp.int32(-(2**31))
     subnormal = lax.bitcast_convert_type(jnp.where(tiny, magnitude, 0.0).astype(jnp.int32) | sign, jnp.float32)
     return jnp.where(tiny, subnormal, product)

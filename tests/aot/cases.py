@@ -331,8 +331,8 @@ def _allowed_backward(case: Case) -> int:
 
 
 def _allowed_index(case: Case) -> int:
-    # What several programs found before their finds are merged, a few times K (and C) per query: score and number of each. It grows
-    # with P for the few queries that are spread over a whole device, as far as one score and number per entry.
+    # What several programs found before their finds are merged, a few times K (and C) per query: score and number of each. It
+    # grows with P for the few queries that are spread over a whole device, as far as one score and number per entry.
     kept = TOPK + (BLOCKS if case.call == "make candidates" else 0)
     return 64 * MIB + 32 * case.batch * case.tokens * kept + 8 * case.batch * min(case.tokens, 4) * case.entries
 
@@ -363,28 +363,28 @@ def _list() -> tuple[Case, ...]:
     pooling = functools.partial(Case, "compress")
     both = ("bf16", "packed")
     return (
-        *(attention("attend", 1, 1, p, s) for p, s in ((K4, "bf16"), (M1, "bf16"), (K64, "packed"), (M1, "packed"))),
+        *(attention("attend", 1, 1, p, s) for p, s in ((K4, "bf16"), (M1, "bf16"), (M1, "packed"))),
         *(attention("attend", 64, 1, p, s) for p, s in ((K64, "bf16"), (K4, "packed"))),
         attention("attend", 64, 1, M1, "bf16", too_large_for=("v5e", "v6e")),
         attention("attend", 64, 1, M1, "packed", too_large_for=("v5e",)),
         *(attention("write, attend", 64, 1, K64, s) for s in both),
-        *(attention("attend", 1, 4096, p, s) for p, s in ((K64, "bf16"), (M1, "bf16"), (M1, "packed"))),
+        *(attention("attend", 1, 4096, p, s) for p, s in ((K64, "bf16"), (M1, "packed"))),
         attention("attend", 64, 64, K64, "packed"),
         *(attention("window only", b, t) for b, t in ((64, 1), (1, 4096))),
         attention("draft block", 64, 5),
-        *(backward("backward", 1, 4096, p, "bf16", stack=1) for p in (K64, M1)),
+        backward("backward", 1, 4096, M1, "bf16", stack=1),
         backward("backward", 64, 64, K4, "bf16", stack=1),
         backward("backward, added up", 1, 4096, K64, "bf16"),
         backward("backward", 1, 4096),
-        *(index("select", 1, 1, p, s) for p, s in ((K4, "bf16"), (M1, "bf16"), (K64, "packed"), (M1, "packed"))),
+        *(index("select", 1, 1, p, s) for p, s in ((K4, "bf16"), (M1, "bf16"), (M1, "packed"))),
         index("select", 64, 1, K64, "bf16"),
         index("select", 1, 4096, K64, "bf16"),
-        *(index("make candidates", b, 1, M1, "packed") for b in (1, 64)),
+        index("make candidates", 1, 1, M1, "packed"),
         index("make candidates", 64, 1, K64, "bf16"),
         *(index("make candidates", 1, 4096, p, s) for p, s in ((K64, "bf16"), (M1, "packed"))),
         *(index("among candidates", 1, 1, M1, s) for s in both),
         *(index("among candidates", 64, 1, p, s) for p, s in ((K64, "bf16"), (M1, "packed"))),
-        *(index("among candidates", 1, 4096, p, s) for p, s in ((K64, "bf16"), (M1, "packed"))),
+        index("among candidates", 1, 4096, M1, "packed"),
         pooling("pool m=2", 1, 4096),
         pooling("entries m=2", 64, 1, storage="packed"),
         pooling("entries m=2", 64, 64, storage="bf16"),
@@ -392,7 +392,7 @@ def _list() -> tuple[Case, ...]:
         pooling("entries m=1", 1, 4096, storage="packed"),
         pooling("entries m=4 overlap", 1, 4096, storage="bf16"),
         pooling("entries m=128", 1, 4096, storage="bf16"),
-        pooling("gradient m=2", 1, 4096, storage="bf16"),
+        pooling("gradient m=2", 64, 64, storage="bf16"),
     )
 
 

@@ -18,6 +18,10 @@ from kernels_pallas import formats, sparse_attention, storage
 Inputs = dict[str, Any]
 ARGUMENTS = ("q_BTNH", "window_BSH", "sink_N", "pool_GBPH")  # what has a gradient
 
+# Jitted: what they do consists of many small steps.
+_pack = jax.jit(storage.pack, static_argnums=1, static_argnames="units")
+_unpack = jax.jit(storage.unpack)
+
 
 def attend_reference(
     q: np.ndarray,
@@ -116,13 +120,13 @@ class SparseAttentionSuite:
         """Against the reference, on the numbers that the storage holds."""
         found, lse = self.attend(inputs, window=window, causal=causal)
         rows, pool = inputs["window_BSH"], inputs["pool_GBPH"]
-        rows = storage.unpack(rows)[0] if isinstance(rows, storage.Packed) else rows
+        rows = _unpack(rows)[0] if isinstance(rows, storage.Packed) else rows
         expected, expected_lse = attend_reference(
             np.asarray(inputs["q_BTNH"], np.float32),
             np.asarray(rows, np.float32),
             inputs["first_BT"],
             inputs["sink_N"],
-            np.asarray(storage.unpack(jax.tree.map(jnp.asarray, pool)), np.float32)[inputs["group"]],
+            np.asarray(_unpack(pool), np.float32)[inputs["group"]],
             inputs["selection_BTK"],
             window=window,
             scale=0.25,
@@ -152,14 +156,14 @@ class SparseAttentionSuite:
             "f32": lambda: pool,
             "bf16": lambda: pool.astype(jnp.bfloat16),
             "bf16 in rows": lambda: pool.astype(jnp.bfloat16).reshape(2, 2, 64, 1, 128),
-            "fp4": lambda: storage.pack(pool, formats.MAIN),
-            "fp4 in units": lambda: storage.pack(pool, formats.MAIN, units=True),
-            "fp4 index": lambda: storage.pack(pool, formats.INDEX),
-            "fp8 and fp4": lambda: storage.pack(pool, formats.MAIN),
+            "fp4": lambda: _pack(pool, formats.MAIN),
+            "fp4 in units": lambda: _pack(pool, formats.MAIN, units=True),
+            "fp4 index": lambda: _pack(pool, formats.INDEX),
+            "fp8 and fp4": lambda: _pack(pool, formats.MAIN),
         }
         inputs["pool_GBPH"] = formed[stored]()
         if stored == "fp8 and fp4":
-            inputs["window_BSH"] = storage.pack(jnp.asarray(inputs["window_BSH"])[None], formats.WINDOW)
+            inputs["window_BSH"] = _pack(inputs["window_BSH"][None], formats.WINDOW)
         elif compute == "bfloat16":
             inputs["window_BSH"] = jnp.asarray(inputs["window_BSH"], jnp.bfloat16)
         if compute == "bfloat16" and stored == "f32":
@@ -260,8 +264,8 @@ class SparseAttentionSuite:
 
     def test_gradients_of_packed_rows_reach_queries_and_sink(self) -> None:
         inputs = make_inputs(5, 1, 2, 3, 3, entries=16, topk=4, width=32)
-        packed = inputs | {"pool_GBPH": storage.pack(jnp.asarray(inputs["pool_GBPH"]), formats.MAIN)}
-        plain = inputs | {"pool_GBPH": np.asarray(storage.unpack(packed["pool_GBPH"]))}
+        packed = inputs | {"pool_GBPH": _pack(inputs["pool_GBPH"], formats.MAIN)}
+        plain = inputs | {"pool_GBPH": np.asarray(_unpack(packed["pool_GBPH"]))}
         to_o, to_lse = loss_weights(inputs)
 
         def loss(q: Any, sink: Any) -> Any:
