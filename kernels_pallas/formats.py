@@ -105,11 +105,11 @@ def quantise(x: jax.Array, fmt: Format) -> tuple[jax.Array, jax.Array]:
     if fmt.power_of_two:
         exponent = ceil_log2(amax * jnp.float32(1.0 / fmt.max))
         return grid(_divide_by_power(x, exponent[..., None])), exponent
-    scale = round_e4m3(_sixth(amax))
+    scale = round_e4m3(sixth(amax))
     return _round_e2m1_of_quotient(x, scale[..., None]), scale
 
 
-def _sixth(amax: jax.Array) -> jax.Array:
+def sixth(amax: jax.Array) -> jax.Array:
     """amax / 6 for positive normal amax, exact as far as rounding it to e4m3 goes.
 
     The 24-bit mantissa is divided as an integer, with any remainder kept as a last sticky bit: the quotient then lies on the
@@ -122,7 +122,7 @@ def _sixth(amax: jax.Array) -> jax.Array:
 
 
 # Midpoints of the e2m1 grid, and whether the tie goes up (to the even code).
-_E2M1_MIDPOINTS = ((0.25, False), (0.75, True), (1.25, False), (1.75, True), (2.5, False), (3.5, True), (5.0, False))
+E2M1_MIDPOINTS = ((0.25, False), (0.75, True), (1.25, False), (1.75, True), (2.5, False), (3.5, True), (5.0, False))
 
 
 def _round_e2m1_of_quotient(x: jax.Array, scale: jax.Array) -> jax.Array:
@@ -132,7 +132,7 @@ def _round_e2m1_of_quotient(x: jax.Array, scale: jax.Array) -> jax.Array:
     """
     magnitude = jnp.abs(x)
     code = jnp.zeros(x.shape, jnp.int32)
-    for midpoint, up in _E2M1_MIDPOINTS:
+    for midpoint, up in E2M1_MIDPOINTS:
         bound = midpoint * scale
         code += (magnitude >= bound) if up else (magnitude > bound)
     value = e2m1_values(code)

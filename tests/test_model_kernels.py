@@ -1,4 +1,7 @@
-"""The model on its Pallas kernels, interpreted on a CPU, against recordings of the released code: the tolerances of `csa2 check`."""
+"""The model on its Pallas kernels, interpreted on a CPU, against recordings of the released code.
+
+The comparisons and tolerances are those of `csa2 check`.
+"""
 
 from __future__ import annotations
 

@@ -111,7 +111,7 @@ def main_scale(amax: jax.Array) -> jax.Array:
 
     `formats.round_e4m3(amax / 6)` for positive numbers, without the rounding primitive that Triton lacks.
     """
-    sixth = formats._sixth(jnp.maximum(amax, jnp.float32(formats.MAIN.amax_floor)))
+    sixth = formats.sixth(jnp.maximum(amax, jnp.float32(formats.MAIN.amax_floor)))
     sixth = jnp.minimum(sixth, formats.E4M3_MAX)
     exponent = jnp.maximum((lax.bitcast_convert_type(sixth, jnp.int32) >> 23) - 127, -6) - 3
     steps = sixth * formats.power_of_two(-exponent)
@@ -125,7 +125,7 @@ def main_code(x: jax.Array, scale: jax.Array) -> jax.Array:
     """int32 e2m1 codes 0..15 of x in a group of that scale: `formats.quantise` and `formats.e2m1_codes` in one."""
     magnitude = jnp.abs(x)
     code = jnp.where(lax.bitcast_convert_type(x, jnp.int32) < 0, 8, 0)
-    for midpoint, up in formats._E2M1_MIDPOINTS:
+    for midpoint, up in formats.E2M1_MIDPOINTS:
         bound = midpoint * scale
         code += jnp.where((magnitude >= bound) if up else (magnitude > bound), 1, 0)
     return code

@@ -44,9 +44,11 @@ def index_select(
     Args:
         q_BTIJ: index queries; their dtype (f32 or bf16) decides the rounding of the scores.
         w_BTI: signed head weights.
-        keys_GBPJ: the stacked index keys, plain [G, B, P, J] or packed (`storage`); only `[group, b]` is read, in chunks, up to the last visible entry.
+        keys_GBPJ: the stacked index keys, plain [G, B, P, J] or packed (`storage`); only `[group, b]` is read, in chunks, up to
+            the last visible entry.
         group: which pool of the stack.
-        visible_BT: int32, entries 0..visible-1 are visible to the query.
+        visible_BT: int32, entries 0..visible-1 are visible to the query. Whatever lies behind them is never selected; a score of
+            NaN among them has no defined place.
         topk: K.
         block_size: entries per candidate block; needed with either candidate argument.
         make_candidates: C > 0 also returns that many candidate blocks.

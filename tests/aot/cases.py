@@ -392,7 +392,7 @@ def _list() -> tuple[Case, ...]:
         pooling("entries m=1", 1, 4096, storage="packed"),
         pooling("entries m=4 overlap", 1, 4096, storage="bf16"),
         pooling("entries m=128", 1, 4096, storage="bf16"),
-        pooling("gradient m=2", 64, 64, storage="bf16"),
+        pooling("gradient m=2", 1, 4096, storage="bf16"),
     )
 
 
