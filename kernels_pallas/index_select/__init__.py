@@ -76,7 +76,7 @@ def index_select(
     if candidates_BTC is not None and -(-entries // block_size) <= candidates_BTC.shape[2]:
         candidates_BTC = None  # room for every block: the bound excludes nothing
     arrays = (q_BTIJ, w_BTI, keys_GBPJ, group, visible_BT)
-    static = {"topk": topk, "block_size": block_size, "make_candidates": make_candidates}
+    static: dict[str, Any] = {"topk": topk, "block_size": block_size, "make_candidates": make_candidates}
     static["candidates_BTC"] = candidates_BTC
     module = dispatch.choose("index_select", implementation, interpret, CHOICES, *arrays, **static)
     return module.run(*arrays, interpret=interpret, **static)
