@@ -59,7 +59,13 @@ def main(
         return _roofline(console, _calls(doors, only, sizes, cpu=False), roofline, png)
     if png is not None:
         raise SystemExit("--png draws a roofline: say --roofline and chips as well")
-    implementation = implementation or KERNELS.get(jax.default_backend())  # type: ignore[assignment]
+    native = KERNELS.get(jax.default_backend())
+    if record and (interpret or implementation not in (None, native) or sizes == "tiny" or only):
+        raise SystemExit(
+            "--record proves the device's own kernels at the released sizes: it goes with neither --interpret, --only, "
+            f"--sizes tiny nor another implementation than {native}"
+        )
+    implementation = implementation or native  # type: ignore[assignment]
     if implementation is None:
         if record:
             raise SystemExit("--record needs a GPU or TPU; this is a CPU")

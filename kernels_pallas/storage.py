@@ -156,7 +156,8 @@ def chunk(entries: Entries, group: jax.Array | int, start: jax.Array | int, size
 
     def cut(a: jax.Array, width: int) -> jax.Array:
         a = a.reshape(*a.shape[:2], -1, width)
-        return lax.dynamic_slice(a, (group, 0, start, 0), (1, a.shape[1], size, width))[0]
+        place = [jnp.asarray(i, jnp.int32) for i in (group, 0, start, 0)]
+        return lax.dynamic_slice(a, place, (1, a.shape[1], size, width))[0]
 
     if isinstance(entries, Packed):
         return decode(cut(entries.codes, entries.code_bytes), cut(entries.scales, entries.scale_bytes), entries.fmt)

@@ -29,7 +29,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from kernels_pallas import dispatch, formats
+from kernels_pallas import checks, dispatch, formats
 from kernels_pallas.compress import pallas_gpu, pallas_tpu, rows, vjp, xla
 from kernels_pallas.compress.steps import Finish, Storage
 from kernels_pallas.storage import Packed
@@ -162,6 +162,9 @@ def empty_half(batch: int, width: int, ratio: int, overlap: bool = False) -> tup
     return c_half, jnp.where(none_yet, -jnp.inf, c_half)
 
 
+_ROWS = ("c_BTH", "z_BTH", "c_half_BMH", "z_half_BMH")
+
+
 def _run(
     arrays: tuple[Any, ...],
     *,
@@ -172,9 +175,13 @@ def _run(
     interpret: Any,
 ) -> Any:
     """Validate, choose and call."""
-    c_BTH, z_BTH, c_half_BMH, z_half_BMH, phase_B, count_B, bias_MH, _ = arrays
-    if ratio < 1:
-        raise ValueError(f"{ratio=} must be at least 1")
+    *rows_in, phase_B, count_B, bias_MH, to_finish = arrays
+    rows_in = [None if a is None else checks.array(n, a) for n, a in zip(_ROWS, rows_in, strict=True)]
+    c_BTH, z_BTH, c_half_BMH, z_half_BMH = rows_in
+    phase_B, count_B = checks.integers("phase_B", phase_B), checks.integers("count_B", count_B)
+    ratio = checks.whole("ratio", ratio, 1)
+    if c_BTH is None:
+        raise ValueError("c_BTH must be an array, found None")
     if c_BTH.ndim != 3 or (z_BTH is not None and z_BTH.shape != c_BTH.shape):
         raise ValueError(f"{c_BTH.shape=} and z_BTH.shape={_shape(z_BTH)} must both be [B, T, H]")
     if overlap and c_BTH.shape[2] % 2:
@@ -195,14 +202,15 @@ def _run(
             )
     if bias_MH is not None and bias_MH.shape != (ratio, c_BTH.shape[2]):
         raise ValueError(f"{bias_MH.shape=} must be [ratio, H] = {[ratio, c_BTH.shape[2]]} to match {c_BTH.shape=}")
-    arrays = jax.tree.map(jnp.asarray, arrays)
+    arrays = jax.tree.map(jnp.asarray, (*rows_in, phase_B, count_B, bias_MH, to_finish))
     wanted = (jnp.float32,) if pools else _FLOATS
     for name, a in zip(("C", "Z", "carried C", "carried Z", "bias"), (*arrays[:4], arrays[6]), strict=True):
         if a is not None and (pools or finish is not None) and a.dtype not in wanted:
             raise ValueError(
                 f"{name} has dtype {a.dtype} and must have {[jnp.dtype(d).name for d in wanted]} at {ratio=}"
             )
-    arrays = (*arrays[:4], *(a.astype(jnp.int32) for a in arrays[4:6]), *arrays[6:])
+    if 0 in c_BTH.shape:  # nothing to pool: no kernel is needed, whichever was named
+        implementation, interpret = "xla", False
     static = {"ratio": ratio, "overlap": overlap, "finish": finish}
     module = dispatch.choose("compress", implementation, interpret, CHOICES, *arrays, **static)
     return vjp.compress(vjp.Call(module, interpret, **static), *arrays)

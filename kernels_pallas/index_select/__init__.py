@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from kernels_pallas import dispatch, storage
+from kernels_pallas import checks, dispatch, storage
 from kernels_pallas.index_select import pallas_gpu, pallas_tpu, xla
 from kernels_pallas.storage import Entries
 
@@ -52,29 +52,26 @@ def index_select(
         topk: K.
         block_size: entries per candidate block; needed with either candidate argument.
         make_candidates: C > 0 also returns that many candidate blocks.
-        candidates_BTC: block ids, ascending, -1 padded; only their entries are scored and selected from.
+        candidates_BTC: block ids, ascending and distinct, -1 padded; only their entries are scored and selected from.
         implementation, interpret: see `dispatch`; `interpret` runs a Pallas implementation on a CPU.
 
     Returns:
         selection_BTK int32 (width K always), and candidates_BTC int32 (ascending, -1 padded) or None.
     """
-    _check(q_BTIJ, w_BTI, keys_GBPJ, visible_BT)
-    if topk < 1:
-        raise ValueError(f"{topk=} must be at least 1")
-    if (make_candidates or candidates_BTC is not None) and block_size < 1:
-        raise ValueError(f"{block_size=} must be at least 1 when candidates are made or obeyed")
+    q_BTIJ, w_BTI, keys_GBPJ, group, visible_BT = _checked(q_BTIJ, w_BTI, keys_GBPJ, group, visible_BT)
+    topk, make_candidates = checks.whole("topk", topk, 1), checks.whole("make_candidates", make_candidates, 0)
+    block_size = checks.whole("block_size", block_size, 1 if make_candidates or candidates_BTC is not None else 0)
+    if candidates_BTC is not None:
+        candidates_BTC = checks.integers("candidates_BTC", candidates_BTC)
     if candidates_BTC is not None and (candidates_BTC.ndim != 3 or candidates_BTC.shape[:2] != q_BTIJ.shape[:2]):
         raise ValueError(f"{candidates_BTC.shape=} must be [B, T, C] to match {q_BTIJ.shape=}")
     if make_candidates and candidates_BTC is not None:
         raise ValueError("one call either makes candidates or obeys them")
-    q_BTIJ, w_BTI, keys_GBPJ = jax.lax.stop_gradient(jax.tree.map(jnp.asarray, (q_BTIJ, w_BTI, keys_GBPJ)))
-    visible_BT, group = jnp.asarray(visible_BT, jnp.int32), jnp.asarray(group, jnp.int32)
+    q_BTIJ, w_BTI, keys_GBPJ = jax.lax.stop_gradient((q_BTIJ, w_BTI, keys_GBPJ))
     batch, tokens, entries = *visible_BT.shape, storage.shape(keys_GBPJ)[2]
-    if entries == 0:
+    if 0 in (entries, batch, tokens):
         none = functools.partial(jnp.full, fill_value=-1, dtype=jnp.int32)
         return none((batch, tokens, topk)), none((batch, tokens, make_candidates)) if make_candidates else None
-    if candidates_BTC is not None and -(-entries // block_size) <= candidates_BTC.shape[2]:
-        candidates_BTC = None  # room for every block: the bound excludes nothing
     arrays = (q_BTIJ, w_BTI, keys_GBPJ, group, visible_BT)
     static: dict[str, Any] = {"topk": topk, "block_size": block_size, "make_candidates": make_candidates}
     static["candidates_BTC"] = candidates_BTC
@@ -90,17 +87,21 @@ def index_scores(
     visible_BT: Int[Array, "B T"],
 ) -> Float[Array, "B T P"]:
     """All scores f32 [B, T, P], -inf where not visible. Quadratic: for looking inside and for the index loss on short spans."""
-    _check(q_BTIJ, w_BTI, keys_GBPJ, visible_BT)
-    q_BTIJ, w_BTI, keys_GBPJ, visible_BT = jax.tree.map(jnp.asarray, (q_BTIJ, w_BTI, keys_GBPJ, visible_BT))
+    q_BTIJ, w_BTI, keys_GBPJ, group, visible_BT = _checked(q_BTIJ, w_BTI, keys_GBPJ, group, visible_BT)
     return xla.index_scores(q_BTIJ, w_BTI, keys_GBPJ, group, visible_BT)
 
 
-def _check(q_BTIJ: jax.Array, w_BTI: jax.Array, keys_GBPJ: Entries, visible_BT: jax.Array) -> None:
+def _checked(
+    q_BTIJ: Any, w_BTI: Any, keys_GBPJ: Any, group: Any, visible_BT: Any
+) -> tuple[jax.Array, jax.Array, Entries, jax.Array, jax.Array]:
+    """The arguments of both doors, of the kinds and shapes they must have."""
+    q_BTIJ, w_BTI = checks.floats("q_BTIJ", q_BTIJ), checks.floats("w_BTI", w_BTI)
+    keys_GBPJ, visible_BT = checks.entries("keys_GBPJ", keys_GBPJ), checks.integers("visible_BT", visible_BT)
+    keys_shape = storage.shape(keys_GBPJ)
     if q_BTIJ.ndim != 4 or w_BTI.shape != q_BTIJ.shape[:3]:
         raise ValueError(f"{q_BTIJ.shape=} must be [B, T, I, J] and {w_BTI.shape=} its [B, T, I]")
-    if keys_GBPJ.ndim != 4 or keys_GBPJ.shape[1] != q_BTIJ.shape[0] or keys_GBPJ.shape[3] != q_BTIJ.shape[3]:
-        raise ValueError(f"keys_GBPJ.shape={tuple(keys_GBPJ.shape)} must be [G, B, P, J] to match {q_BTIJ.shape=}")
+    if keys_GBPJ.ndim != 4 or keys_shape[1] != q_BTIJ.shape[0] or keys_shape[3] != q_BTIJ.shape[3]:
+        raise ValueError(f"keys_GBPJ.shape={keys_shape} must be [G, B, P, J] to match {q_BTIJ.shape=}")
     if visible_BT.shape != q_BTIJ.shape[:2]:
         raise ValueError(f"{visible_BT.shape=} must be [B, T] to match {q_BTIJ.shape=}")
-    if q_BTIJ.dtype not in (jnp.float32, jnp.bfloat16):
-        raise ValueError(f"{q_BTIJ.dtype=} must be float32 or bfloat16")
+    return q_BTIJ, w_BTI, keys_GBPJ, checks.group(group, keys_shape[0]), visible_BT

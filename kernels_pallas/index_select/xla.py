@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from kernels_pallas import storage
+from kernels_pallas.products import einsum
 from kernels_pallas.storage import Entries
 from kernels_pallas.tiling import map_query_blocks
 
@@ -75,7 +76,7 @@ def _chunk_scores(
     batch, tokens, heads, _ = q_BTIJ.shape
     keys_BPJ = storage.chunk(keys_GBPJ, group, start, chunk).astype(q_BTIJ.dtype)
     if tokens <= 8:  # one product over all heads reads the keys once
-        dots = _round(_dot("btij,bpj->btip", q_BTIJ, keys_BPJ), q_BTIJ.dtype)
+        dots = _round(einsum("btij,bpj->btip", q_BTIJ, keys_BPJ), q_BTIJ.dtype)
         terms = _round(jax.nn.relu(dots) * w_BTI.astype(jnp.float32)[..., None], q_BTIJ.dtype)
         return _round(jnp.sum(terms, axis=2), q_BTIJ.dtype)
 
@@ -83,7 +84,7 @@ def _chunk_scores(
     def add_head(head: jax.Array, total_BTP: jax.Array) -> jax.Array:
         q_BTJ = lax.dynamic_index_in_dim(q_BTIJ, head, axis=2, keepdims=False)
         w_BT = lax.dynamic_index_in_dim(w_BTI, head, axis=2, keepdims=False).astype(jnp.float32)
-        dots = _round(_dot("btj,bpj->btp", q_BTJ, keys_BPJ), q_BTIJ.dtype)
+        dots = _round(einsum("btj,bpj->btp", q_BTJ, keys_BPJ), q_BTIJ.dtype)
         return total_BTP + _round(jax.nn.relu(dots) * w_BT[..., None], q_BTIJ.dtype)
 
     total_BTP = lax.fori_loop(0, heads, add_head, jnp.zeros((batch, tokens, chunk), jnp.float32))
@@ -144,7 +145,7 @@ def _select_gathered(
     """Gather and score the candidate blocks alone: the cost does not depend on P."""
     keys_BTCYJ = storage.gather(keys_GBPJ, group, jnp.maximum(candidates_BTC, 0), block_size)
     keys_BTPJ = keys_BTCYJ.reshape(*candidates_BTC.shape[:2], -1, q_BTIJ.shape[3]).astype(q_BTIJ.dtype)
-    dots = _round(_dot("btpj,btij->btpi", keys_BTPJ, q_BTIJ), q_BTIJ.dtype)
+    dots = _round(einsum("btpj,btij->btpi", keys_BTPJ, q_BTIJ), q_BTIJ.dtype)
     terms = _round(jax.nn.relu(dots) * w_BTI.astype(jnp.float32)[:, :, None, :], q_BTIJ.dtype)
     scores_BTP = _round(jnp.sum(terms, axis=-1), q_BTIJ.dtype)
     position = candidates_BTC[..., None] * block_size + jnp.arange(block_size)
@@ -174,11 +175,6 @@ def _candidate_blocks(scores_BTP: jax.Array, visible_BT: jax.Array, block_size: 
     newest = jnp.where(visible_BT > 0, (visible_BT - 1) // block_size, -1)
     best = jnp.where(jnp.arange(blocks) == newest[:, :, None], jnp.inf, best)
     return _best(best, count, None)
-
-
-def _dot(subscripts: str, a: jax.Array, b: jax.Array) -> jax.Array:
-    precision = lax.Precision.HIGHEST if a.dtype == jnp.float32 else None
-    return jnp.einsum(subscripts, a, b, precision=precision, preferred_element_type=jnp.float32)
 
 
 def _round(x: jax.Array, dtype: jnp.dtype) -> jax.Array:

@@ -20,7 +20,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from kernels_pallas import dispatch, storage
+from kernels_pallas import checks, dispatch, storage
 from kernels_pallas.sparse_attention import pallas_gpu, pallas_tpu, vjp, xla
 from kernels_pallas.storage import Entries, Packed
 
@@ -52,8 +52,8 @@ def sparse_attention(
             rows, their own included, whatever it says.
         sink_N: per-head sink logits, f32.
         pool_GBPH: the stacked pools, plain or packed (`storage`); only rows `[group, b, selection]` are read.
-        selection_BTK: pool entries, -1 absent.
-        window: upper bound of window rows a query reads; long causal calls are cut accordingly.
+        selection_BTK: pool entries below P, negative ones absent.
+        window: W, how many rows back a causal query reads; others read to the end.
         scale: factor on the dot products.
         causal: a query reads window rows up to its own; otherwise up to the end (draft blocks).
         implementation, interpret: see `dispatch`; `interpret` runs a Pallas implementation on a CPU (True, or the
@@ -61,32 +61,37 @@ def sparse_attention(
 
     Raises ValueError for arguments that contradict one another, Unsupported where a named implementation refuses.
     """
+    q_BTNH, sink_N = checks.floats("q_BTNH", q_BTNH), checks.floats("sink_N", sink_N)
+    window_BSH, first_BT = checks.entries("window_BSH", window_BSH), checks.integers("first_BT", first_BT)
+    window = checks.whole("window", window, 1)
     rows_BSH = storage.shape(window_BSH)[1:] if isinstance(window_BSH, Packed) else window_BSH.shape
     if q_BTNH.ndim != 4 or len(rows_BSH) != 3 or rows_BSH[::2] != q_BTNH.shape[::3]:
         raise ValueError(f"window_BSH.shape={tuple(rows_BSH)} must be [B, S, H] to match {q_BTNH.shape=} [B, T, N, H]")
+    if isinstance(window_BSH, Packed) and storage.shape(window_BSH)[0] != 1:
+        raise ValueError(f"a packed window_BSH is a stack of one, [1, B, S, H], found {storage.shape(window_BSH)}")
     if rows_BSH[1] < q_BTNH.shape[1]:
         raise ValueError(
             f"window_BSH.shape={tuple(rows_BSH)} must hold at least the {q_BTNH.shape[1]} rows of {q_BTNH.shape=}"
         )
     if first_BT.shape != q_BTNH.shape[:2] or sink_N.shape != q_BTNH.shape[2:3]:
         raise ValueError(f"{first_BT.shape=} must be [B, T] and {sink_N.shape=} [N] to match {q_BTNH.shape=}")
-    if window < 1:
-        raise ValueError(f"{window=} must be at least 1")
     if (pool_GBPH is None) != (selection_BTK is None):
         raise ValueError("a pool and a selection come together")
     if pool_GBPH is not None and selection_BTK is not None:
+        pool_GBPH, selection_BTK = (
+            checks.entries("pool_GBPH", pool_GBPH),
+            checks.integers("selection_BTK", selection_BTK),
+        )
         pool_shape = storage.shape(pool_GBPH)
         if pool_GBPH.ndim not in (4, 5) or pool_shape[1::2] != q_BTNH.shape[::3]:
             raise ValueError(f"pool_GBPH.shape={pool_shape} must be [G, B, P, H] to match {q_BTNH.shape=}")
-        if selection_BTK.shape[:2] != q_BTNH.shape[:2]:
+        if selection_BTK.ndim != 3 or selection_BTK.shape[:2] != q_BTNH.shape[:2]:
             raise ValueError(f"{selection_BTK.shape=} must be [B, T, K] to match {q_BTNH.shape=}")
+        group = checks.group(group, pool_shape[0])
         if pool_shape[2] == 0 or selection_BTK.shape[2] == 0:
             pool_GBPH = selection_BTK = None  # nothing to select from
-    if q_BTNH.dtype not in (jnp.float32, jnp.bfloat16):
-        raise ValueError(f"{q_BTNH.dtype=} must be float32 or bfloat16")
-    q_BTNH, window_BSH, first_BT, sink_N = jax.tree.map(jnp.asarray, (q_BTNH, window_BSH, first_BT, sink_N))
-    if pool_GBPH is not None:
-        pool_GBPH, selection_BTK = jax.tree.map(jnp.asarray, (pool_GBPH, selection_BTK))
+    if 0 in q_BTNH.shape:
+        return jnp.zeros_like(q_BTNH), jnp.zeros(q_BTNH.shape[:3], jnp.float32)
     arrays = (q_BTNH, window_BSH, first_BT, sink_N, pool_GBPH, jnp.asarray(group, jnp.int32), selection_BTK)
     static = {"window": window, "scale": scale, "causal": causal}
     module = dispatch.choose("sparse_attention", implementation, interpret, CHOICES, *arrays, **static)

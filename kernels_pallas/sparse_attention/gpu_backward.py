@@ -21,8 +21,9 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 from jax.ref import addupdate
 
+from kernels_pallas.products import dot
 from kernels_pallas.sparse_attention.gpu_forward import Static, count_blocks, count_slots, locate, picked_entries
-from kernels_pallas.sparse_attention.gpu_rows import dot, load_tile, spread, store_tile
+from kernels_pallas.sparse_attention.gpu_rows import load_tile, spread, store_tile
 
 
 def backward(

@@ -27,7 +27,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 
 from kernels_pallas import formats
-from kernels_pallas.sparse_attention.gpu_rows import Layout, dot, load_rows, load_tile, spread, store_tile
+from kernels_pallas.products import dot
+from kernels_pallas.sparse_attention.gpu_rows import Layout, load_rows, load_tile, spread, store_tile
 
 COMBINED_HEADS = 8  # of a program that combines parts
 

@@ -149,10 +149,3 @@ def _factors(scale: jax.Array, fmt: Format, unit: float) -> list[jax.Array]:
     exponent = formats.e8m0_exponent(scale)
     half = exponent >> 1
     return [formats.power_of_two(half) / unit, formats.power_of_two(exponent - half)]
-
-
-def dot(a: jax.Array, b: jax.Array, a_axis: int, b_axis: int) -> jax.Array:
-    """Contract one axis of each matrix, f32 out; f32 operands are multiplied in full f32."""
-    precision = lax.Precision.HIGHEST if a.dtype == jnp.float32 else None
-    dims = (((a_axis,), (b_axis,)), ((), ()))
-    return lax.dot_general(a, b, dims, precision=precision, preferred_element_type=jnp.float32)

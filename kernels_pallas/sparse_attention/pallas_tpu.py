@@ -26,9 +26,10 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from kernels_pallas.dispatch import Unsupported
+from kernels_pallas.products import dot
 from kernels_pallas.sparse_attention.tpu_backward import backward
 from kernels_pallas.sparse_attention.tpu_plan import Rows, Static, fetch, make_plan, read
-from kernels_pallas.sparse_attention.tpu_rows import dot, row
+from kernels_pallas.sparse_attention.tpu_rows import row
 from kernels_pallas.storage import LANES, Entries, Packed
 
 __all__ = ["backward", "check", "run"]

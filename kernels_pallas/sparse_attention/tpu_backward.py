@@ -21,8 +21,9 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
+from kernels_pallas.products import dot
 from kernels_pallas.sparse_attention.tpu_plan import COUNT, START, UNIQUE, Static, fetch, make_plan, read
-from kernels_pallas.sparse_attention.tpu_rows import UNROLL, column, dot, wait_bytes
+from kernels_pallas.sparse_attention.tpu_rows import UNROLL, column, wait_bytes
 from kernels_pallas.storage import Entries
 
 _WINDOW, _POOL = 0, 1  # semaphores

@@ -18,6 +18,7 @@ from jax.experimental.pallas import tpu as pltpu
 
 from kernels_pallas import formats, storage
 from kernels_pallas.formats import Format
+from kernels_pallas.products import dot
 from kernels_pallas.storage import LANES, Entries, Packed
 
 UNROLL = 8  # row copies started per loop turn
@@ -155,13 +156,6 @@ def _share(flat: jax.Array, ids: jax.Array, share: int) -> jax.Array:
 
 
 # ---- small pieces of kernels ----
-
-
-def dot(a: jax.Array, b: jax.Array, a_axis: int, b_axis: int) -> jax.Array:
-    """Contract one axis of each matrix, f32 out; f32 operands are multiplied in full f32."""
-    precision = lax.Precision.HIGHEST if a.dtype == jnp.float32 else None
-    dims = (((a_axis,), (b_axis,)), ((), ()))
-    return lax.dot_general(a, b, dims, precision=precision, preferred_element_type=jnp.float32)
 
 
 def column(row: jax.Array) -> jax.Array:

@@ -13,7 +13,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from kernels_pallas import storage
+from kernels_pallas import formats, storage
+from kernels_pallas.products import einsum
 from kernels_pallas.storage import Entries
 from kernels_pallas.tiling import cut_query_blocks, map_query_blocks
 
@@ -144,16 +145,19 @@ def _read(
     row = start + jnp.arange(window_BSH.shape[1])
     # A block's padding queries have end 0: they read nothing.
     seen_BTS = (row >= first_BT[:, :, None]) & (row < end_BT[:, :, None])
-    # Rows nobody reads may hold anything, NaN included, which would leak through 0 * NaN.
-    keys_BSH = jnp.where(jnp.any(seen_BTS, axis=1)[..., None], window_BSH.astype(q_BTNH.dtype), 0)
-    scores_BTNS = _masked(_dot("btnh,bsh->btns", q_BTNH, keys_BSH) * place.scale, seen_BTS[:, :, None, :])
+    # A row may hold anything, NaN included, which would leak through 0 * NaN to queries that must not read it: such rows become
+    # zero, and NaN for those that do read them.
+    broken_BS = ~jnp.all(jnp.isfinite(window_BSH), axis=-1)
+    keys_BSH = jnp.where(broken_BS[..., None], 0, window_BSH.astype(q_BTNH.dtype))
+    scores_BTNS = einsum("btnh,bsh->btns", q_BTNH, keys_BSH) * place.scale
+    scores_BTNS = _masked(jnp.where(broken_BS[:, None, None], jnp.nan, scores_BTNS), seen_BTS[:, :, None, :])
     if place.pool_GBPH is None or slot_BTK is None:
         return _Read(start, keys_BSH, scores_BTNS, None, None)
     selection_BTK = slot_BTK - 1
     picked_BTKH = storage.gather(place.pool_GBPH, place.group, jnp.maximum(selection_BTK, 0)).astype(q_BTNH.dtype)
     # An absent slot reads entry 0; whatever lies there, NaN included, must not leak through 0 * NaN.
     picked_BTKH = jnp.where((selection_BTK >= 0)[..., None], picked_BTKH, 0)
-    picked = jnp.swapaxes(_dot("btkh,btnh->btkn", picked_BTKH, q_BTNH), 2, 3) * place.scale
+    picked = jnp.swapaxes(einsum("btkh,btnh->btkn", picked_BTKH, q_BTNH), 2, 3) * place.scale
     return _Read(start, keys_BSH, scores_BTNS, picked_BTKH, _masked(picked, (selection_BTK >= 0)[:, :, None, :]))
 
 
@@ -166,15 +170,15 @@ def _attend(place: _Place, sink_N: jax.Array, q_BTNH: jax.Array, *rows: jax.Arra
     peak = jnp.where(empty, 0.0, peak)
     weights = [jnp.exp(s - peak[..., None]) for s in scores]
     total = functools.reduce(jnp.add, [jnp.sum(w, axis=-1) for w in weights])
-    numerator = _dot("btns,bsh->btnh", _round(weights[0], q_BTNH.dtype), read.window_BSH)
+    numerator = einsum("btns,bsh->btnh", formats.round_to(weights[0], q_BTNH.dtype), read.window_BSH)
     if read.pool_BTKH is not None:
-        numerator += _dot("btnk,btkh->btnh", _round(weights[1], q_BTNH.dtype), read.pool_BTKH)
+        numerator += einsum("btnk,btkh->btnh", formats.round_to(weights[1], q_BTNH.dtype), read.pool_BTKH)
     sink = jnp.broadcast_to(sink_N.astype(jnp.float32), peak.shape)
     o_BTNH = numerator / (total + jnp.exp(jnp.where(empty, 0.0, sink) - peak))[..., None]
     peak = jnp.where(empty, sink, peak)
     ceiling = jnp.maximum(jnp.maximum(peak, sink), -1e30)  # a sink of -inf is no sink
     lse_BTN = ceiling + jnp.log(total * jnp.exp(peak - ceiling) + jnp.exp(sink - ceiling))
-    return _round(o_BTNH, q_BTNH.dtype), lse_BTN
+    return formats.round_to(o_BTNH, q_BTNH.dtype), lse_BTN
 
 
 def _backward_block(
@@ -185,21 +189,21 @@ def _backward_block(
     read = _read(place, q_BTNH, first_BT, end_BT, slot_BTK)
     dwindow_BSH, dpool_GBPH = sums
     p_BTNS, ds_BTNS = _weights(
-        read.scores_BTNS, _dot("btnh,bsh->btns", do_BTNH, read.window_BSH), lse_BTN, shift_BTN, place.scale
+        read.scores_BTNS, einsum("btnh,bsh->btns", do_BTNH, read.window_BSH), lse_BTN, shift_BTN, place.scale
     )
     low = q_BTNH.dtype
-    dq_BTNH = _dot("btns,bsh->btnh", ds_BTNS.astype(low), read.window_BSH)
-    new_BSH = _dot("btns,btnh->bsh", ds_BTNS.astype(low), q_BTNH) + _dot(
+    dq_BTNH = einsum("btns,bsh->btnh", ds_BTNS.astype(low), read.window_BSH)
+    new_BSH = einsum("btns,btnh->bsh", ds_BTNS.astype(low), q_BTNH) + einsum(
         "btns,btnh->bsh", p_BTNS.astype(low), do_BTNH.astype(low)
     )
     old_BSH = lax.dynamic_slice_in_dim(dwindow_BSH, read.start, new_BSH.shape[1], axis=1)
     dwindow_BSH = lax.dynamic_update_slice_in_dim(dwindow_BSH, old_BSH + new_BSH, read.start, axis=1)
     if read.pool_BTKH is not None and read.scores_BTNK is not None and slot_BTK is not None:
-        dp_BTNK = jnp.swapaxes(_dot("btkh,btnh->btkn", read.pool_BTKH, do_BTNH), 2, 3)
+        dp_BTNK = jnp.swapaxes(einsum("btkh,btnh->btkn", read.pool_BTKH, do_BTNH), 2, 3)
         p_BTNK, ds_BTNK = _weights(read.scores_BTNK, dp_BTNK, lse_BTN, shift_BTN, place.scale)
-        dq_BTNH += _dot("btnk,btkh->btnh", ds_BTNK.astype(low), read.pool_BTKH)
+        dq_BTNH += einsum("btnk,btkh->btnh", ds_BTNK.astype(low), read.pool_BTKH)
         if not isinstance(place.pool_GBPH, storage.Packed) and dpool_GBPH is not None:
-            new_BTKH = _dot("btnk,btnh->btkh", ds_BTNK.astype(low), q_BTNH) + _dot(
+            new_BTKH = einsum("btnk,btnh->btkh", ds_BTNK.astype(low), q_BTNH) + einsum(
                 "btnk,btnh->btkh", p_BTNK.astype(low), do_BTNH.astype(low)
             )
             b = jnp.arange(slot_BTK.shape[0])[:, None, None]
@@ -218,18 +222,3 @@ def _weights(
 
 def _masked(scores: jax.Array, seen: jax.Array) -> jax.Array:
     return jnp.where(seen, scores, -jnp.inf)
-
-
-def _dot(subscripts: str, a: jax.Array, b: jax.Array) -> jax.Array:
-    dtype = jnp.promote_types(a.dtype, b.dtype)
-    precision = lax.Precision.HIGHEST if dtype == jnp.float32 else None
-    return jnp.einsum(
-        subscripts, a.astype(dtype), b.astype(dtype), precision=precision, preferred_element_type=jnp.float32
-    )
-
-
-def _round(x: jax.Array, dtype: jnp.dtype) -> jax.Array:
-    """f32 rounded to `dtype` for good: reduce_precision cannot be optimised away as a cast can."""
-    if dtype == jnp.bfloat16:
-        x = lax.reduce_precision(x, exponent_bits=8, mantissa_bits=7)
-    return x.astype(dtype)

@@ -219,6 +219,18 @@ class SparseAttentionSuite:
         ):
             np.testing.assert_array_equal(found, clean, err_msg=name)
 
+    @pytest.mark.parametrize("broken", [np.nan, np.inf])
+    def test_a_broken_row_reaches_only_the_queries_that_read_it(self, broken: float) -> None:
+        """Row 5 is the newest of four queries' rows, row 2 the oldest: causality holds for NaN too."""
+        inputs = make_inputs(12, 1, 4, 2, 2, entries=6, topk=2)
+        inputs["first_BT"] = np.array([[1, 2, 3, 4]], np.int32)
+        for row, readers in ((5, [3]), (2, [0, 1])):
+            rows = inputs["window_BSH"].copy()
+            rows[0, row] = broken
+            found, _ = self.attend(inputs | {"window_BSH": rows}, window=2)
+            finite = np.isfinite(np.asarray(found)).all(axis=(0, 2, 3))
+            np.testing.assert_array_equal(finite, ~np.isin(np.arange(4), readers))
+
     def test_attention_of_an_empty_pool_reads_the_window_alone(self) -> None:
         inputs = make_inputs(8, 2, 3, 4, 4)
         inputs["selection_BTK"][:] = -1
