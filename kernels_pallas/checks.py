@@ -7,6 +7,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.core import Tracer
 
 from kernels_pallas.storage import Entries, Packed
 
@@ -63,7 +64,7 @@ def group(value: Any, groups: int) -> jax.Array:
     place = integers("group", value)
     if place.ndim:
         raise ValueError(f"group.shape={place.shape} must be a scalar")
-    if not isinstance(place, jax.core.Tracer) and not 0 <= int(place) < groups:
+    if not isinstance(place, Tracer) and not 0 <= int(place) < groups:
         raise ValueError(f"group={int(place)} must lie in [0, {groups}), the pools of the stack")
     return place
 
