@@ -66,7 +66,7 @@ CANDIDATES: Final[dict[tuple[str, Door], Tunable]] = {
         "sparse_attention", "constants", _grid(UNROLL=(4, 8, 16)), "kernels_pallas.sparse_attention.tpu_rows"
     ),
     ("pallas_tpu", "compress"): Tunable(
-        "compress", "constants", _grid(BLOCK_BYTES=(1 << 19, 1 << 20, 1 << 21)), "kernels_pallas.compress.pallas_tpu"
+        "compress", "constants", _grid(BLOCK_BYTES=(1 << 19, 1 << 20, 1 << 21)), "kernels_pallas.compress.tpu_plan"
     ),
 }
 
