@@ -13,7 +13,7 @@ from typing import Any, Final, Literal
 
 import jax
 from jax.experimental import topologies
-from jax.sharding import AbstractDevice, AbstractMesh, Mesh, SingleDeviceSharding
+from jax.sharding import AbstractDevice, AbstractMesh, AxisType, Mesh, SingleDeviceSharding
 
 GIB: Final = 1 << 30
 
@@ -138,5 +138,6 @@ def lower(target: Target, function: Callable[..., Any], args: tuple[Any, ...], d
     # Lowering a kernel asks the mesh around it which chip it is for, where the process has no such chip.
     cores = getattr(device, "num_cores", None) or getattr(device, "core_count", None)
     kind = AbstractDevice(device.device_kind, cores, platform="gpu" if target.platform == "cuda" else "tpu")
-    with jax.sharding.use_abstract_mesh(AbstractMesh((1,), ("_",), abstract_device=kind)):
+    mesh = AbstractMesh((1,), ("_",), axis_types=(AxisType.Auto,), abstract_device=kind)
+    with jax.sharding.use_abstract_mesh(mesh):
         return jitted.trace(*args).lower(lowering_platforms=(target.platform,))
