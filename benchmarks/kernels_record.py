@@ -10,7 +10,6 @@ import contextlib
 import copy
 import dataclasses
 import datetime
-import importlib
 import itertools
 import json
 import re
@@ -28,16 +27,11 @@ from kernels_pallas import dispatch
 
 @dataclasses.dataclass(frozen=True)
 class Tunable:
-    """Tile sizes that a device may want otherwise.
-
-    door, key: where a record keeps them. choices: what is tried.
-    module: empty where the kernel reads them from the record; else they are constants of this module.
-    """
+    """Tile sizes that a device may want otherwise; `key` is where its record keeps them: record[door][key]."""
 
     door: str
     key: str
     choices: tuple[Mapping[str, Any], ...]
-    module: str = ""
 
 
 def _grid(**values: tuple[Any, ...]) -> tuple[dict[str, Any], ...]:
@@ -56,34 +50,20 @@ CANDIDATES: Final[dict[tuple[str, Door], Tunable]] = {
     ("pallas_gpu", "index_select"): Tunable(
         "index_select",
         "constants",
-        _grid(_STAGES=(2, 3, 4), _PROGRAMS=(264, 528)),
-        "kernels_pallas.index_select.pallas_gpu",
+        _grid(stages=(2, 3, 4), programs=(264, 528)),
     ),
-    ("pallas_gpu", "compress"): Tunable(
-        "compress", "constants", _grid(BLOCK_ENTRIES=(2, 4, 8), WARPS=(4, 8)), "kernels_pallas.compress.pallas_gpu"
-    ),
-    ("pallas_tpu", "sparse_attention"): Tunable(
-        "sparse_attention", "constants", _grid(UNROLL=(4, 8, 16)), "kernels_pallas.sparse_attention.tpu_rows"
-    ),
-    ("pallas_tpu", "compress"): Tunable(
-        "compress", "constants", _grid(BLOCK_BYTES=(1 << 19, 1 << 20, 1 << 21)), "kernels_pallas.compress.tpu_plan"
-    ),
+    ("pallas_gpu", "compress"): Tunable("compress", "constants", _grid(block_entries=(2, 4, 8), warps=(4, 8))),
+    ("pallas_tpu", "sparse_attention"): Tunable("sparse_attention", "constants", _grid(unroll=(4, 8, 16))),
+    ("pallas_tpu", "compress"): Tunable("compress", "constants", _grid(block_bytes=(1 << 19, 1 << 20, 1 << 21))),
 }
 
 
 @contextlib.contextmanager
 def using(tunable: Tunable, chosen: Mapping[str, Any]) -> Iterator[None]:
     """Kernels traced inside have these tile sizes."""
-    with contextlib.ExitStack() as stack:
-        if tunable.module:
-            module = importlib.import_module(tunable.module)
-            for name, value in chosen.items():
-                stack.enter_context(mock.patch.object(module, name, value))
-        else:
-            kind = jax.devices()[0].device_kind
-            records = copy.deepcopy(dispatch.records())
-            records.setdefault(kind, {}).setdefault(tunable.door, {})[tunable.key] = dict(chosen)
-            stack.enter_context(mock.patch.object(dispatch, "records", return_value=records))
+    records = copy.deepcopy(dispatch.records())
+    records.setdefault(dispatch.device_kind(), {}).setdefault(tunable.door, {})[tunable.key] = dict(chosen)
+    with mock.patch.object(dispatch, "records", return_value=records):
         jax.clear_caches()
         yield
     jax.clear_caches()

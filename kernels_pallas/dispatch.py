@@ -36,6 +36,7 @@ def choose(
     if implementation is not None:
         if implementation not in choices:
             raise Unsupported(f"{door} has no implementation={implementation!r}; it has {sorted(choices)}")
+        _check_backend(implementation, interpret)
         _check(choices[implementation], interpret, args, kwargs)
         return choices[implementation]
     refusals: list[Exception] = []
@@ -56,6 +57,17 @@ def _check(module: ModuleType, interpret: Any, args: tuple[Any, ...], kwargs: di
     check: Callable[..., None] | None = getattr(module, "check", None)
     if check is not None:
         check(*args, interpret=interpret, **kwargs)
+
+
+def _check_backend(implementation: str, interpret: Any) -> None:
+    """A kernel named where nothing can run it would fail far from here, in the words of its compiler."""
+    backend = jax.default_backend()
+    if interpret or implementation == "xla" or _declared() is not None or _KERNELS.get(backend) == implementation:
+        return
+    raise Unsupported(
+        f"{implementation=} does not run on this backend, {backend!r}: interpret=True emulates it, implementation='xla' runs "
+        "anywhere, and to compile for a device that is not here, declare it by jax.sharding.use_abstract_mesh"
+    )
 
 
 def preferred() -> tuple[str, ...]:
@@ -79,6 +91,20 @@ def records() -> dict[str, dict[str, Any]]:
     """What was measured, by device kind: tile sizes and the measurement that chose them."""
     found = [json.loads(path.read_text(encoding="utf-8")) for path in sorted(TUNED.glob("*.json"))]
     return {record["device_kind"]: record for record in found}
+
+
+def device_kind() -> str:
+    """Name of the device that is compiled for: the one a caller declares by an abstract mesh, else the first at hand."""
+    return (_declared() or jax.devices()[0]).device_kind
+
+
+def _declared() -> Any:
+    return getattr(jax.sharding.get_abstract_mesh(), "abstract_device", None)
+
+
+def tuned(door: str, name: str, default: int) -> int:
+    """A constant of a kernel as the record of this device has it, record[door]["constants"][name], or the default."""
+    return records().get(device_kind(), {}).get(door, {}).get("constants", {}).get(name, default)
 
 
 @functools.cache

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import importlib
 import subprocess
 import sys
 from pathlib import Path
@@ -13,13 +12,16 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from benchmarks import kernels, kernels_calls, kernels_cpu, kernels_record
+from benchmarks import kernels, kernels_cpu, kernels_record
 from benchmarks.kernels_calls import Call, Cost, Door, entry_bytes, released, tiny
 from benchmarks.kernels_measure import Ceilings, Measurement, differences, measure, repeat_call, seconds_per_call
 from benchmarks.kernels_record import Tunable
 from benchmarks.kernels_roofline import PEAKS, Peak, floor
 from kernels_pallas import dispatch, formats
-from kernels_pallas.sparse_attention import gpu_forward
+from kernels_pallas.compress import pallas_gpu as compress_gpu
+from kernels_pallas.compress import tpu_plan
+from kernels_pallas.index_select import pallas_gpu as select_gpu
+from kernels_pallas.sparse_attention import gpu_forward, tpu_rows
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -204,7 +206,7 @@ def test_wrong_kernel_is_seen_and_not_timed(broken, call):
 def _record(tmp_path, calls, changes=None):
     measurements = [Measurement(call.name, "pallas_gpu", 1e-3, 0.0, True) for call in calls]
     measurements = [dataclasses.replace(m, **(changes or {}).get(i, {})) for i, m in enumerate(measurements)]
-    tiles: dict[Door, dict[str, int]] = {"sparse_attention": {"rows": 32}, "index_select": {"_STAGES": 2}}
+    tiles: dict[Door, dict[str, int]] = {"sparse_attention": {"rows": 32}, "index_select": {"stages": 2}}
     ceilings = Ceilings(1e12, 1e14)
     return kernels_record.write(tmp_path, "NVIDIA H200", "pallas_gpu", calls, measurements, ceilings, tiles, {})
 
@@ -218,7 +220,7 @@ def test_record_is_read_by_dispatch(tmp_path, monkeypatch):
         (record,) = dispatch.records().values()
         assert record["device_kind"] == "NVIDIA H200"
         assert record["sparse_attention"] == {"forward": {"rows": 32}}
-        assert record["index_select"] == {"constants": {"_STAGES": 2}}
+        assert record["index_select"] == {"constants": {"stages": 2}}
         assert len(record["measurements"]) == len(tiny())
         monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
         monkeypatch.setattr(jax, "devices", lambda: [type("Device", (), {"device_kind": "NVIDIA H200"})])
@@ -246,16 +248,11 @@ def test_refused_call_does_not_stand_in_the_way(tmp_path):
     assert _record(tmp_path, tiny(), {select: {"refused": "too many", "agrees": False}}).exists()
 
 
-@pytest.fixture(params=["constants", "record"])
-def tunable(request, monkeypatch):
-    """(what is tuned, how a kernel would see the size in force): constants of a module, or the record of the device."""
-    choices = ({"K4": 16}, {"K4": 32}, {"K4": 64})
-    if request.param == "constants":
-        monkeypatch.setattr(kernels_calls, "K4", 16)
-        return Tunable("compress", "constants", choices, "benchmarks.kernels_calls"), lambda: kernels_calls.K4
-    kind = jax.devices()[0].device_kind
-    found = Tunable("compress", "tiles", choices)
-    return found, lambda: dispatch.records().get(kind, {}).get("compress", {}).get("tiles", {"K4": 16})["K4"]
+@pytest.fixture
+def tunable():
+    """(what is tuned, how a kernel would see the size in force)."""
+    found = Tunable("compress", "constants", ({"K4": 16}, {"K4": 32}, {"K4": 64}))
+    return found, lambda: dispatch.tuned("compress", "K4", 16)
 
 
 def test_tile_sizes_are_chosen_by_time_among_those_that_agree(tunable, monkeypatch):
@@ -309,13 +306,36 @@ def test_device_table_shows_shares_of_measured_ceilings(broken, capsys):
     assert "DISAGREES" in capsys.readouterr().out
 
 
-def test_candidates_are_constants_or_tiles_that_exist():
+# Where a kernel takes a constant from, and its default there.
+DEFAULTS = {
+    ("pallas_gpu", "index_select"): {"stages": select_gpu._STAGES, "programs": select_gpu._PROGRAMS},
+    ("pallas_gpu", "compress"): {"block_entries": compress_gpu.BLOCK_ENTRIES, "warps": compress_gpu.WARPS},
+    ("pallas_tpu", "sparse_attention"): {"unroll": tpu_rows.UNROLL},
+    ("pallas_tpu", "compress"): {"block_bytes": tpu_plan.BLOCK_BYTES},
+}
+
+
+def test_candidates_are_tiles_or_constants_whose_default_is_among_them():
     for (implementation, door), tunable in kernels_record.CANDIDATES.items():
-        assert implementation.startswith("pallas_")
         assert any(call.for_tuning for call in released((door,)))
-        if not tunable.module:
+        if tunable.key == "constants":
+            assert DEFAULTS[implementation, door] in tunable.choices
+        else:
             assert all(gpu_forward.Tiles(**chosen) for chosen in tunable.choices)
-            continue
-        module = importlib.import_module(tunable.module)
-        default = {name: getattr(module, name) for name in tunable.choices[0]}
-        assert default in tunable.choices, f"{tunable.module} has {default}, which is not tried"
+
+
+@pytest.mark.parametrize(("implementation", "door"), DEFAULTS)
+def test_kernels_ask_for_every_constant_that_is_tuned(implementation, door, monkeypatch):
+    asked = set()
+
+    def tuned(about, name, default):
+        asked.add((about, name))
+        return default
+
+    for room in (select_gpu, compress_gpu, tpu_rows, tpu_plan):
+        monkeypatch.setattr(room, "tuned", tuned)
+    jax.clear_caches()
+    for call in tiny((door,)):
+        function = call.function(implementation, interpret=True)
+        jax.eval_shape(function, *call.inputs(0))
+    assert asked >= {(door, name) for name in DEFAULTS[implementation, door]}

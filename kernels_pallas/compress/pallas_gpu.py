@@ -32,7 +32,7 @@ from jax.experimental.pallas import triton as plt
 from kernels_pallas import formats
 from kernels_pallas.compress import rows, steps
 from kernels_pallas.compress.steps import Finish, Segment, Tail
-from kernels_pallas.dispatch import Unsupported
+from kernels_pallas.dispatch import Unsupported, tuned
 from kernels_pallas.storage import Packed
 
 SLOTS = 16  # of a long group at a time
@@ -88,7 +88,7 @@ def run(
     width = row_width // (2 if overlap else 1)
     entries = -(-tokens // ratio)
     held = not pools or steps.holds(ratio, overlap)
-    block = min(BLOCK_ENTRIES, 1 << (entries - 1).bit_length()) if held else 1
+    block = min(tuned("compress", "block_entries", BLOCK_ENTRIES), 1 << (entries - 1).bit_length()) if held else 1
     arrays: dict[str, Any] = {"c": c_BTW}
     if pools:
         arrays |= {"z": z_BTW, "c_half": c_half_BMW, "z_half": z_half_BMW}
@@ -111,7 +111,7 @@ def run(
         in_specs=[one, one, *(whole(name) for name in arrays)],
         out_specs=[pl.BlockSpec((None, entries, w), lambda b, i: (b, 0, 0)) for w, _ in out.values()],
         out_shape=[jax.ShapeDtypeStruct((batch, entries, w), dtype) for w, dtype in out.values()],
-        compiler_params=plt.CompilerParams(num_warps=WARPS),
+        compiler_params=plt.CompilerParams(num_warps=tuned("compress", "warps", WARPS)),
         interpret=interpret,
     )(phase_B, count_B, *arrays.values())
     result = dict(zip(out, made, strict=True))

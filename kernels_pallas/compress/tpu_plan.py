@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from kernels_pallas import formats
 from kernels_pallas.compress import rows, steps
 from kernels_pallas.compress.steps import Finish
+from kernels_pallas.dispatch import tuned
 from kernels_pallas.storage import LANES
 
 BLOCK_BYTES = 1 << 20  # of C (and of Z) per block
@@ -92,7 +93,8 @@ def make_plan(c_BTW: jax.Array, bias_MW: jax.Array | None, ratio: int, overlap: 
     total = -(-tokens // ratio) if kind == "chunk" else batch * tokens
     # Bytes that come with one entry.
     size = 4 * row_width * (rows.waiting_rows(ratio, overlap) + 1 if kind == "step" else ratio)
-    block = min(BLOCK_BYTES // size, BLOCK_ENTRIES) // TILE * TILE or max(BLOCK_BYTES // size // 8, 1) * SUBLANES
+    bytes_ = tuned("compress", "block_bytes", BLOCK_BYTES)
+    block = min(bytes_ // size, BLOCK_ENTRIES) // TILE * TILE or max(bytes_ // size // 8, 1) * SUBLANES
     block = total if total <= min(block, TILE) else min(block, -(-total // TILE) * TILE)
     return Plan(kind, ratio, overlap, width, finish, bias_MW is not None and pools, block * ratio, block, total)
 

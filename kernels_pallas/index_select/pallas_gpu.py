@@ -28,7 +28,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 
 from kernels_pallas import formats, storage
-from kernels_pallas.dispatch import Unsupported
+from kernels_pallas.dispatch import Unsupported, tuned
 from kernels_pallas.index_select.gpu_best import Best, sortable
 from kernels_pallas.index_select.gpu_scores import Scorer
 from kernels_pallas.storage import Entries, Packed
@@ -149,7 +149,7 @@ def run(
         in_specs=specs,
         out_specs=[pl.BlockSpec((None, queries, None, o.shape[3]), lambda i, s, b: (b, i, s, 0)) for o in outs],
         out_shape=outs,
-        compiler_params=plt.CompilerParams(num_warps=warps, num_stages=_STAGES),
+        compiler_params=plt.CompilerParams(num_warps=warps, num_stages=tuned("index_select", "stages", _STAGES)),
         interpret=interpret,
         name="index_select",
     )(*arrays)
@@ -285,9 +285,10 @@ def _queries(tokens: int, heads: int) -> int:
 
 def _splits(programs: int, positions: int, topk: int, chunk: int) -> int:
     """How many programs share the entries of one block of queries: enough to fill a GPU, but every split leaves K survivors."""
-    wanted = pl.cdiv(_PROGRAMS, programs)
+    least = tuned("index_select", "programs", _PROGRAMS)
+    wanted = pl.cdiv(least, programs)
     if wanted > 1:
-        wanted = max(wanted, min(pl.cdiv(_WAVES * _PROGRAMS, programs), positions // (_LONG * topk)))
+        wanted = max(wanted, min(pl.cdiv(_WAVES * least, programs), positions // (_LONG * topk)))
     return max(1, min(wanted, positions // (2 * topk), pl.cdiv(positions, chunk)))
 
 

@@ -159,7 +159,7 @@ def _tiles(heads: int, dtype: Any, stored: list[jax.Array], forward: bool) -> Ti
     """Tiles for the device at hand: those of its tuned record (fields of `Tiles` under sparse_attention, forward or backward)
     or what fits.
     """
-    kind = device_kind()
+    kind = dispatch.device_kind()
     tuned = dispatch.records().get(kind, {}).get("sparse_attention", {})
     if (tile := tuned.get("forward" if forward else "backward")) is not None:
         return Tiles(**tile)
@@ -171,9 +171,3 @@ def _tiles(heads: int, dtype: Any, stored: list[jax.Array], forward: bool) -> Ti
     if any(name in kind for name in HOPPER):
         return Tiles(heads, HOPPER_ROWS, WARPS, stages=2 if forward else 1, parts=1 if forward else 2)
     return Tiles(heads, OTHER_ROWS, WARPS, stages=2 if forward else 1)
-
-
-def device_kind() -> str:
-    """Name of the device that is compiled for: the one a caller declares by an abstract mesh, else the first at hand."""
-    declared = getattr(jax.sharding.get_abstract_mesh(), "abstract_device", None)
-    return (declared or jax.devices()[0]).device_kind

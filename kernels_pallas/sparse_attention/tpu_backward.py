@@ -23,7 +23,7 @@ from jax.experimental.pallas import tpu as pltpu
 
 from kernels_pallas.products import dot
 from kernels_pallas.sparse_attention.tpu_plan import COUNT, START, UNIQUE, Static, fetch, make_plan, read
-from kernels_pallas.sparse_attention.tpu_rows import UNROLL, column, wait_bytes
+from kernels_pallas.sparse_attention.tpu_rows import column, unrolled, wait_bytes
 from kernels_pallas.storage import Entries
 
 _WINDOW, _POOL = 0, 1  # semaphores
@@ -181,7 +181,7 @@ def _loop(ids: Any, body: Any) -> None:
         body(j, ids[0, 0, j], following)
         return carry
 
-    lax.fori_loop(0, slots, turn, None, unroll=UNROLL if slots % UNROLL == 0 else 1)
+    lax.fori_loop(0, slots, turn, None, unroll=unrolled(slots))
 
 
 def _start_sums(sums: Any, held: Any, sem: Any, ids: Any) -> None:

@@ -17,6 +17,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from kernels_pallas import formats, storage
+from kernels_pallas.dispatch import tuned
 from kernels_pallas.formats import Format
 from kernels_pallas.products import dot
 from kernels_pallas.storage import LANES, Entries, Packed
@@ -89,7 +90,13 @@ def start_rows(sources: list[Any], buffers: list[Any], slot: Any, sems: Any, sha
         return carry
 
     rows = ids.shape[2]
-    lax.fori_loop(0, rows, start, None, unroll=UNROLL if rows % UNROLL == 0 else 1)
+    lax.fori_loop(0, rows, start, None, unroll=unrolled(rows))
+
+
+def unrolled(rows: int) -> int:
+    """Of a loop over so many rows."""
+    turns = tuned("sparse_attention", "unroll", UNROLL)
+    return turns if rows % turns == 0 else 1
 
 
 def wait_rows(buffers: list[Any], slot: Any, sems: Any, count: jax.Array) -> None:

@@ -74,9 +74,24 @@ def test_a_refusal_is_logged_and_the_next_one_taken(on: Any, caplog: pytest.LogC
 def test_a_named_one_works_or_raises() -> None:
     choices = {"xla": module("xla"), "pallas_tpu": module("kernel", "width=60 is odd")}
     with pytest.raises(Unsupported, match="width=60"):
-        dispatch.choose("door", "pallas_tpu", False, choices)
+        dispatch.choose("door", "pallas_tpu", True, choices)
     with pytest.raises(Unsupported, match=r"'pallas_moon'.*'pallas_tpu', 'xla'"):
         dispatch.choose("door", "pallas_moon", False, choices)
+
+
+def test_a_kernel_named_where_nothing_runs_it_says_what_does() -> None:
+    choices = {"xla": module("xla"), "pallas_tpu": module("kernel")}
+    with pytest.raises(Unsupported, match=r"'pallas_tpu'.*'cpu': interpret=True emulates"):
+        dispatch.choose("door", "pallas_tpu", False, choices)
+
+
+def test_constants_of_a_record_replace_the_defaults(on: Any, tmp_path: Path) -> None:
+    on("gpu", "chip", True)
+    assert dispatch.tuned("compress", "warps", 4) == 4
+    (tmp_path / "device.json").write_text(json.dumps({"device_kind": "chip", "compress": {"constants": {"warps": 8}}}))
+    dispatch.records.cache_clear()
+    assert dispatch.tuned("compress", "warps", 4) == 8
+    assert dispatch.tuned("index_select", "warps", 4) == 4
 
 
 def test_all_refusals_are_told_together(on: Any) -> None:
