@@ -1,5 +1,8 @@
 """Shared set-up: most tests compile with few optimisations, because compiling is where their time goes."""
 
+import gc
+from pathlib import Path
+
 import jax
 import pytest
 
@@ -15,3 +18,18 @@ def quick_compilation(request):
     jax.config.update("jax_disable_most_optimizations", quick or before)
     yield
     jax.config.update("jax_disable_most_optimizations", before)
+
+
+# A process may map 65,530 regions of memory (Linux's default) and every compiled program takes about ten, so a long run of tests
+# ends in a segmentation fault unless it lets programs go.
+MAPPED_REGIONS = Path("/proc/self/maps")
+MOST_REGIONS = 20_000
+
+
+@pytest.fixture(autouse=True)
+def programs_let_go():
+    """Drop compiled programs once they take a third of what the process may map."""
+    yield
+    if MAPPED_REGIONS.exists() and MAPPED_REGIONS.read_bytes().count(b"\n") > MOST_REGIONS:
+        jax.clear_caches()
+        gc.collect()
