@@ -20,7 +20,7 @@ from rich.console import Console
 from rich.table import Table
 
 from csa2_jax import Bound, Model, ModelConfig, Numerics, init_cache
-from csa2_jax.model import _jit_forward
+from csa2_jax.bound import _jit_forward
 
 
 def measure(config: ModelConfig, scan_layers: bool) -> tuple[float, float, float]:

@@ -15,17 +15,19 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from csa2_jax.bound import Bound, forward
     from csa2_jax.checkpoint import load_checkpoint
     from csa2_jax.config import ModelConfig
-    from csa2_jax.generation import TokenEvent, draft, generate, prefill
-    from csa2_jax.model import Bound, ForwardOutput, Model, forward, init_model
+    from csa2_jax.generation import TokenEvent, draft, generate
+    from csa2_jax.model import ForwardOutput, Model, init_model
     from csa2_jax.numerics import Numerics
+    from csa2_jax.prefilling import prefill
     from csa2_jax.state import Cache, init_cache
     from kernels_pallas import Unsupported
 
 # Name -> where it lives. Loaded on first use, so that `csa2 --help` and `csa2 inspect` start without JAX.
 _HOMES = {
-    "Bound": "csa2_jax.model",
+    "Bound": "csa2_jax.bound",
     "Cache": "csa2_jax.state",
     "ForwardOutput": "csa2_jax.model",
     "Model": "csa2_jax.model",
@@ -34,12 +36,12 @@ _HOMES = {
     "TokenEvent": "csa2_jax.generation",
     "Unsupported": "kernels_pallas",
     "draft": "csa2_jax.generation",
-    "forward": "csa2_jax.model",
+    "forward": "csa2_jax.bound",
     "generate": "csa2_jax.generation",
     "init_cache": "csa2_jax.state",
     "init_model": "csa2_jax.model",
     "load_checkpoint": "csa2_jax.checkpoint",
-    "prefill": "csa2_jax.generation",
+    "prefill": "csa2_jax.prefilling",
 }
 
 __all__ = [

@@ -22,8 +22,9 @@ from csa2_jax.indexer import Indexer
 from csa2_jax.layers import Linear, ParamFactory, RMSNorm, dequantise
 from csa2_jax.numerics import Numerics, einsum
 from csa2_jax.plan import Mode
-from csa2_jax.state import Pool, Step
+from csa2_jax.state import Pool, Step, join_window
 from kernels_pallas import sparse_attention
+from kernels_pallas.storage import Entries, Packed
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,6 +38,7 @@ class Role:
     indexer: Indexer | None = None  # FULL, REINDEX
     makes_candidates: bool = False
     reads_candidates: bool = False
+    in_decoder: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,7 +68,7 @@ class Attention(nnx.Module):
     def __call__(
         self,
         x_BTD: jax.Array,
-        history_BWH: jax.Array,
+        history_BWH: Entries,
         role: Role,
         shared: Shared,
         step: Step,
@@ -78,7 +80,7 @@ class Attention(nnx.Module):
 
         Args:
             x_BTD: attention input, collapsed and normalised.
-            history_BWH: the window before this call in order of position ([B, 0, H] without a cache).
+            history_BWH: the window before this call in order of position ([B, 0, H] without a cache, [1, B, W, H] packed).
 
         Returns:
             y_BTD, the new window rows [B, T, H] (as stored), the shared state with what this layer made, and captures.
@@ -89,6 +91,8 @@ class Attention(nnx.Module):
             pool, latent_BEH = role.compressor(x_BTD, shared.pool, role.group, step, config, numerics)
             shared = dataclasses.replace(shared, pool=pool)
             seen["latent"] = latent_BEH
+            if "group_rows" in capture and role.ratio > 1:
+                seen["group_rows"] = jnp.stack(role.compressor.rows(x_BTD, numerics))  # type: ignore[arg-type]
         qr_BTR = self.query_input(x_BTD, config, numerics)
         if role.indexer is not None and shared.pool is not None:
             selection_BTK, made, scores = role.indexer(
@@ -112,12 +116,14 @@ class Attention(nnx.Module):
             if scores is not None:
                 seen["index_scores"] = scores
         q_BTNH = self.query(qr_BTR, rotation, config, numerics)
-        kv_BTH = self.window_kv(x_BTD, rotation, config, numerics).astype(history_BWH.dtype)
+        kv_BTH = self.window_kv(x_BTD, rotation, config, numerics)
+        if not isinstance(history_BWH, Packed):
+            kv_BTH = kv_BTH.astype(history_BWH.dtype)
         reads_pool = role.mode is not Mode.SWA
         o_BTNH, _ = sparse_attention(
             q_BTNH,
-            jnp.concatenate([history_BWH, kv_BTH], axis=1),
-            step.first_BT,
+            join_window(history_BWH, kv_BTH),
+            step.decoder_first_BT if role.in_decoder else step.first_BT,
             self.attn_sink[...],
             shared.pool.kv_GBPH if reads_pool and shared.pool is not None else None,
             role.group,

@@ -18,6 +18,7 @@ from csa2_jax.moe import MoE
 from csa2_jax.numerics import Numerics
 from csa2_jax.residual import HyperConnection, collapse, update
 from csa2_jax.state import Step
+from kernels_pallas.storage import Entries
 
 R = TypeVar("R")
 
@@ -38,7 +39,7 @@ class Block(nnx.Module):
         x_BTSD: jax.Array,
         pre_BTS: jax.Array,
         layer: jax.Array | int,
-        history_BWH: jax.Array,
+        history_BWH: Entries,
         role: Role,
         shared: Shared,
         step: Step,

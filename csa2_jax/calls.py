@@ -12,6 +12,7 @@ import numpy as np
 from csa2_jax.config import ModelConfig
 from csa2_jax.state import Cache
 from kernels_pallas import Unsupported
+from kernels_pallas.storage import Packed
 
 CAPTURES = frozenset(
     {
@@ -79,6 +80,15 @@ def check_room(cache: Cache, lengths: np.ndarray) -> None:
         raise ValueError(
             f"row {b} holds {held[b]} tokens and would get {lengths[b]} more: {after[b]} exceeds "
             f"max_length={cache.max_length}; make the cache longer with init_cache"
+        )
+
+
+def check_storage(fake_quant: bool, cache: Cache) -> None:
+    """Refuse a packed cache for a model without roundings: it would round what the model does not."""
+    if isinstance(cache.window_LBWH, Packed) and not fake_quant:
+        raise ValueError(
+            "storage='packed' keeps rounded numbers, but this model runs with fake_quant=False; use storage='f32' or 'bf16', or "
+            "load the model with its roundings"
         )
 
 

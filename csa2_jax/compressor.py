@@ -20,8 +20,10 @@ from csa2_jax import formats, rope
 from csa2_jax.config import ModelConfig
 from csa2_jax.layers import Linear, ParamFactory, RMSNorm
 from csa2_jax.numerics import Numerics, einsum
-from csa2_jax.state import Pool, Step, write_rows
-from kernels_pallas import compress
+from csa2_jax.state import Pool, Step
+from kernels_pallas import compress_entries
+from kernels_pallas import storage as stored
+from kernels_pallas.storage import Entries, Packed
 
 
 class Compressor(nnx.Module):
@@ -53,53 +55,62 @@ class Compressor(nnx.Module):
         """
         m = self.ratio
         phase_B, first_B = step.start_B % m, step.start_B // m
-        if m == 1:
-            raw = self.wkv(x_BTD, numerics)
-            c_half = z_half = None
-        else:
-            assert self.wgate is not None
-            assert pool.c_half_GBMH is not None
-            assert pool.z_half_GBMH is not None
-            x = x_BTD.astype(jnp.float32)
-            raw, c_half, z_half = compress(
-                einsum("btd,hd->bth", x, self.wkv.weight[...]),
-                einsum("btd,hd->bth", x, self.wgate.weight[...]),
-                pool.c_half_GBMH[group],
-                pool.z_half_GBMH[group],
-                phase_B,
-                step.count_B,
-                ratio=m,
-                **numerics.kernels,
-            )
-            c_half = pool.c_half_GBMH.at[group].set(c_half)
-            z_half = pool.z_half_GBMH.at[group].set(z_half)
-            raw = numerics.cast(raw)
-        latent_BEH = self.norm(raw, config.rms_norm_eps, numerics)
-        entry_BE = first_B[:, None] + jnp.arange(latent_BEH.shape[1])
+        c_BTH, z_BTH = self.rows(x_BTD, numerics)
+        c_half = z_half = None
+        if pool.half_YGBMH is not None:
+            c_half, z_half = pool.half_YGBMH[0, group], pool.half_YGBMH[1, group]
+        entry_dtype = None if isinstance(pool.kv_GBPH, Packed) else pool.kv_GBPH.dtype
+        entry_BE = first_B[:, None] + jnp.arange(-(-x_BTD.shape[1] // m))
         rotation = rope.table(entry_BE * m, rope.layer_frequencies(config, reads_pool=True))
-        key_BEJ = self.k_norm(self.wk(latent_BEH, numerics), config.rms_norm_eps, numerics)
-        key_BEJ = numerics.fake(rope.rotate(key_BEJ, rotation), formats.INDEX)
-        kv_BEH = numerics.fake(rope.rotate(latent_BEH, rotation), formats.MAIN)
+        latent_BEH, kv_BEH, c_half, z_half = compress_entries(
+            c_BTH,
+            z_BTH,
+            c_half,
+            z_half,
+            phase_B,
+            step.count_B,
+            self.norm.weight[...],
+            rotation,
+            ratio=m,
+            eps=config.rms_norm_eps,
+            dtype=numerics.dtype,
+            storage="packed" if entry_dtype is None else "rounded" if numerics.fake_quant else "plain",
+            entry_dtype=entry_dtype,
+            **numerics.kernels,
+        )
+        key_BEJ = rope.rotate(self.k_norm(self.wk(latent_BEH, numerics), config.rms_norm_eps, numerics), rotation)
+        if not isinstance(pool.key_GBPJ, Packed):  # packed storage rounds by itself
+            key_BEJ = numerics.fake(key_BEJ, formats.INDEX)
         if not step.cached:  # every row starts a pool of its own: entry e sits in slot e, and gradients flow
             pool = dataclasses.replace(
                 pool, kv_GBPH=_fill(pool.kv_GBPH, kv_BEH), key_GBPJ=_fill(pool.key_GBPJ, key_BEJ)
             )
             return pool, latent_BEH
         complete_B = (phase_B + step.count_B) // m
-        capacity = pool.kv_GBPH.shape[2]
         written = jnp.arange(latent_BEH.shape[1]) < complete_B[:, None]
-        slot_BE = jnp.where(written, entry_BE, capacity)  # out of range: dropped
+        slot_BE = jnp.where(written, entry_BE, stored.shape(pool.kv_GBPH)[2])  # out of range: dropped
         pool = Pool(
-            kv_GBPH=write_rows(pool.kv_GBPH, group, slot_BE, kv_BEH),
-            key_GBPJ=write_rows(pool.key_GBPJ, group, slot_BE, key_BEJ),
-            c_half_GBMH=c_half,
-            z_half_GBMH=z_half,
+            kv_GBPH=stored.write(pool.kv_GBPH, group, slot_BE, kv_BEH),
+            key_GBPJ=stored.write(pool.key_GBPJ, group, slot_BE, key_BEJ),
+            half_YGBMH=None
+            if pool.half_YGBMH is None
+            else pool.half_YGBMH.at[:, group].set(jnp.stack([c_half, z_half])),
         )
         return pool, latent_BEH
 
+    def rows(self, x_BTD: jax.Array, numerics: Numerics) -> tuple[jax.Array, jax.Array | None]:
+        """C and Z of this call's tokens, f32 [B, T, H]; at m = 1 C in the compute dtype and no Z."""
+        if self.wgate is None:
+            return self.wkv(x_BTD, numerics), None
+        x = x_BTD.astype(jnp.float32)
+        c_BTH, z_BTH = (einsum("btd,hd->bth", x, linear.weight[...]) for linear in (self.wkv, self.wgate))
+        return c_BTH, z_BTH
 
-def _fill(array_GBPH: jax.Array, rows_BEH: jax.Array) -> jax.Array:
-    """Rows at the front of group 0."""
+
+def _fill(array_GBPH: Entries, rows_BEH: Entries) -> jax.Array:
+    """Rows at the front of group 0; pools that live for one call are plain."""
+    assert not isinstance(array_GBPH, Packed)
+    assert not isinstance(rows_BEH, Packed)
     kept = min(rows_BEH.shape[1], array_GBPH.shape[2])
     rows = rows_BEH[:, :kept].astype(array_GBPH.dtype)
     return array_GBPH.at[0, :, :kept].set(rows.reshape(*rows.shape[:2], *array_GBPH.shape[3:]))

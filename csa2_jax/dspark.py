@@ -11,6 +11,7 @@ Source: arXiv 2609.19969 (DSpark).
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -24,8 +25,11 @@ from csa2_jax.config import ModelConfig
 from csa2_jax.layers import Linear, ParamFactory, RMSNorm, take_layer
 from csa2_jax.numerics import Numerics, einsum
 from csa2_jax.residual import collapse, expand
-from csa2_jax.state import Step, window_history, window_tail
+from csa2_jax.state import Step, join_window, window_history, window_tail
 from kernels_pallas import sparse_attention
+from kernels_pallas.storage import Entries
+
+Choose = Callable[[jax.Array, jax.Array], jax.Array]
 
 
 @jax.tree_util.register_dataclass
@@ -72,14 +76,18 @@ class DraftHead(nnx.Module):
     def __call__(
         self,
         token_B: jax.Array,
-        window_LBWH: jax.Array,
+        window_LBWH: Entries,
         length_B: jax.Array,
         embed_VD: jax.Array,
         head_VD: jax.Array,
         config: ModelConfig,
         numerics: Numerics,
+        choose: Choose | None = None,
     ) -> Draft:
-        """Draft behind `length_B` consumed tokens, the next of which is already known to be `token_B`."""
+        """Draft behind `length_B` consumed tokens, the next of which is already known to be `token_B`.
+
+        choose: the token for given logits [B, V] and place in the block (0 first); the likeliest by default.
+        """
         batch, block = token_B.shape[0], config.dspark_block_size
         noise = jnp.full((batch, block - 1), config.dspark_noise_token_id, jnp.int32)
         inputs = jnp.concatenate([token_B[:, None].astype(jnp.int32), noise], axis=1)
@@ -88,7 +96,7 @@ class DraftHead(nnx.Module):
             module = take_layer(self.stages, stage)
             history_BWH = window_history(window_LBWH, stage, length_B)
 
-            def attend(h_BTD: jax.Array, module: Block = module, history: jax.Array = history_BWH) -> tuple:
+            def attend(h_BTD: jax.Array, module: Block = module, history: Entries = history_BWH) -> tuple:
                 return attend_draft(module.attn, h_BTD, history, length_B, config, numerics)
 
             x_BTSD, pre_BTS, _ = module.around_attention(x_BTSD, pre_BTS, attend, config, numerics)
@@ -96,22 +104,22 @@ class DraftHead(nnx.Module):
         x_BTD = collapse(x_BTSD, pre_BTS, numerics)
         h_BTD = self.norm(x_BTD, config.rms_norm_eps, numerics).astype(jnp.float32)
         base_BTV = einsum("btd,vd->btv", h_BTD, head_VD.astype(jnp.float32))
-        return self._link(token_B, x_BTD, base_BTV, block)
+        return self._link(token_B, x_BTD, base_BTV, block, choose or (lambda logits, _: jnp.argmax(logits, axis=-1)))
 
-    def _link(self, token_B: jax.Array, x_BTD: jax.Array, base_BTV: jax.Array, block: int) -> Draft:
+    def _link(self, token_B: jax.Array, x_BTD: jax.Array, base_BTV: jax.Array, block: int, choose: Choose) -> Draft:
         """Left to right: each token shifts the logits of the next through the Markov head."""
         embed, head, proj = (w["weight"][...] for w in (self.markov_embed, self.markov_head, self.confidence))
 
-        def link(token_B: jax.Array, xs: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, tuple[jax.Array, ...]]:
-            base_BV, x_BD = xs
+        def link(token_B: jax.Array, xs: tuple[jax.Array, ...]) -> tuple[jax.Array, tuple[jax.Array, ...]]:
+            base_BV, x_BD, place = xs
             e_BE = embed[token_B]
             logits = base_BV + einsum("be,ve->bv", e_BE.astype(jnp.float32), head.astype(jnp.float32))
             joined = jnp.concatenate([x_BD.astype(jnp.float32), e_BE.astype(jnp.float32)], axis=-1)
             confidence = einsum("bd,od->bo", joined, proj)[:, 0]
-            token_B = jnp.argmax(logits, axis=-1).astype(jnp.int32)
+            token_B = choose(logits, place).astype(jnp.int32)
             return token_B, (token_B, logits, confidence)
 
-        xs = (jnp.moveaxis(base_BTV, 1, 0), jnp.moveaxis(x_BTD, 1, 0))
+        xs = (jnp.moveaxis(base_BTV, 1, 0), jnp.moveaxis(x_BTD, 1, 0), jnp.arange(block))
         _, (ids, logits, confidence) = lax.scan(link, token_B.astype(jnp.int32), xs, length=block)
         ids = jnp.concatenate([token_B[:, None].astype(jnp.int32), ids.T], axis=1)
         return Draft(ids, jnp.moveaxis(logits, 0, 1), confidence.T)
@@ -120,7 +128,7 @@ class DraftHead(nnx.Module):
 def attend_draft(
     attn: Attention,
     h_BTD: jax.Array,
-    history_BWH: jax.Array,
+    history_BWH: Entries,
     length_B: jax.Array,
     config: ModelConfig,
     numerics: Numerics,
@@ -131,8 +139,7 @@ def attend_draft(
     rotation = rope.table(position_BT, rope.layer_frequencies(config, reads_pool=False))
     first_BT = jnp.broadcast_to(jnp.maximum(width - length_B, 0)[:, None], position_BT.shape)
     q_BTNH = attn.query(attn.query_input(h_BTD, config, numerics), rotation, config, numerics)
-    kv_BTH = attn.window_kv(h_BTD, rotation, config, numerics).astype(history_BWH.dtype)
-    rows_BSH = jnp.concatenate([history_BWH, kv_BTH], axis=1)
+    rows_BSH = join_window(history_BWH, attn.window_kv(h_BTD, rotation, config, numerics))
     scale = config.head_dim**-0.5
     o_BTNH, _ = sparse_attention(
         q_BTNH, rows_BSH, first_BT, attn.attn_sink[...], window=width, scale=scale, causal=False, **numerics.kernels

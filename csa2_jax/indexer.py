@@ -18,6 +18,7 @@ from csa2_jax.layers import Linear, ParamFactory
 from csa2_jax.numerics import Numerics
 from csa2_jax.state import Step
 from kernels_pallas import index_scores, index_select
+from kernels_pallas.storage import Entries
 
 
 class Indexer(nnx.Module):
@@ -32,7 +33,7 @@ class Indexer(nnx.Module):
         self,
         qr_BTR: jax.Array,
         x_BTD: jax.Array,
-        key_GBPJ: jax.Array,
+        key_GBPJ: Entries,
         group: jax.Array | int,
         ratio: int,
         candidates_BTC: jax.Array | None,

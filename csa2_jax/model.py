@@ -9,18 +9,16 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Iterable, Sequence
-from typing import Any
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, cast
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jaxtyping import Array, Int
 
 from csa2_jax import rope
 from csa2_jax.block import Block
-from csa2_jax.calls import check_call
 from csa2_jax.compressor import Compressor
 from csa2_jax.config import ModelConfig
 from csa2_jax.dspark import DraftFeed, DraftHead
@@ -31,6 +29,10 @@ from csa2_jax.numerics import Implementation, Numerics, WeightStorage, einsum
 from csa2_jax.residual import collapse, expand
 from csa2_jax.stack import Walk, Weights, stack_tails
 from csa2_jax.state import Cache, Flow, Pool, Step, make_pools, pool_name, write_windows
+from kernels_pallas import waiting_rows
+
+if TYPE_CHECKING:
+    from kernels_pallas.storage import Entries
 
 
 class Constant(nnx.Variable):
@@ -119,14 +121,17 @@ class Model(nnx.Module):
         all_logits: bool = True,
         capture: frozenset[str] = frozenset(),
         feed: DraftFeed | None = None,
+        accept: Callable[[jax.Array], tuple[jax.Array, Any]] | None = None,
     ) -> tuple[ForwardOutput, Cache | None]:
         """Append each row's first `count_B` tokens to `cache` (or start from nothing). Called under jit by `forward`.
 
-        `feed` fills the draft stages' windows, if the cache has any; by default the model's own draft head does.
+        feed: fills the draft stages' windows, if the cache has any; by default the model's own draft head does.
+        accept: from the logits [B, T, V], how many of each row's tokens (int32 [B], at most `count_B`) the cache keeps, and
+            anything else to return as `captured["accepted"]`. The cache then is as if only those had ever been given.
         """
-        config = self.config
         step = self._step(tokens_BT, cache, count_B)
-        walk, ids_BU = self._walk(tokens_BT, cache, step, capture)
+        inside = capture if accept is None else capture | {"group_rows"}
+        walk, ids_BU = self._walk(tokens_BT, cache, step, inside)
         flow = self._embed(tokens_BT, cache, capture)
         pools = cache.pools if cache is not None else self._transient_pools(tokens_BT)
         flow, pools, tails, captured = self.encode(walk, flow, pools)
@@ -136,11 +141,35 @@ class Model(nnx.Module):
         if "main_hidden" in capture:
             captured["main_hidden"] = _join_targets(flow.main_BTQD)
         if "engram_rows" in capture:
-            captured["engram_rows"] = dict(zip(config.engram_layer_ids, walk.engram_rows, strict=True))
-        out = ForwardOutput(self.logits(flow, None if all_logits else count_B), captured)
+            captured["engram_rows"] = dict(zip(self.config.engram_layer_ids, walk.engram_rows, strict=True))
+        logits = self.logits(flow, None if all_logits else count_B)
+        rows = captured.pop("group_rows", {})
         if cache is None:
-            return out, None
-        return out, self._next_cache(cache, step, flow, pools, tails | decoder_tails, ids_BU, feed)
+            return ForwardOutput(logits, captured), None
+        if accept is not None:
+            count_B, captured["accepted"] = accept(logits)
+            step = dataclasses.replace(step, count_B=count_B)
+            pools = self._halves(cache, pools, rows, step)
+        draft_rows = self._draft_rows(cache, step, flow, feed)
+        next_cache = self._next_cache(cache, step, pools, tails | decoder_tails, ids_BU)
+        if draft_rows is not None:
+            window = write_windows(cast("Entries", cache.draft_window_LBWH), draft_rows, step)
+            next_cache = dataclasses.replace(next_cache, draft_window_LBWH=window)
+        return ForwardOutput(logits, captured), next_cache
+
+    def encode_only(self, tokens_BT: jax.Array, cache: Cache, count_B: jax.Array) -> Cache:
+        """Append tokens whose decoder rows nobody will read: the encoder, and of the decoder their pool entries.
+
+        The decoder's windows hold nothing of them: `decoder_from_B` moves behind them.
+        """
+        step = self._step(tokens_BT, cache, count_B)
+        walk, ids_BU = self._walk(tokens_BT, cache, step, frozenset())
+        flow = self._embed(tokens_BT, cache, frozenset(), wants_main=False)
+        flow, pools, tails, _ = self.encode(walk, flow, cache.pools)
+        pools = walk.pool_only(flow, pools)
+        after = self._next_cache(cache, step, pools, tails, ids_BU)
+        skipped_B = jnp.where(count_B > 0, after.length_B, cache.decoder_from_B)
+        return dataclasses.replace(after, decoder_from_B=skipped_B)
 
     def encode(self, walk: Walk, flow: Flow, pools: dict[str, Pool]) -> tuple[Flow, dict[str, Pool], dict, dict]:
         """Layers below the decoder: their output, collapsed and normed by the decoder's first layer, is H_20."""
@@ -171,6 +200,8 @@ class Model(nnx.Module):
         position_BT = start_B[:, None] + offset
         # Row r of concat(history, new) holds position start - history + r; a query reads the last W of them, none before 0.
         first_BT = jnp.maximum(history + offset - config.sliding_window + 1, history - start_B[:, None])
+        seen_from_B = jnp.zeros(batch, jnp.int32) if cache is None else cache.decoder_from_B
+        decoder_first_BT = jnp.maximum(first_BT, (history - start_B + seen_from_B)[:, None])
         image_BT = (
             tokens_BT == config.image_token_id if config.has_vision and config.image_token_id is not None else None
         )
@@ -179,6 +210,7 @@ class Model(nnx.Module):
             count_B=count_B,
             position_BT=position_BT,
             first_BT=jnp.maximum(first_BT, 0),
+            decoder_first_BT=jnp.maximum(decoder_first_BT, 0),
             image_BT=image_BT,
             rope_window=rope.table(position_BT, rope.layer_frequencies(config, reads_pool=False)),
             rope_pool=rope.table(position_BT, rope.layer_frequencies(config, reads_pool=True)),
@@ -209,14 +241,16 @@ class Model(nnx.Module):
             pools_shared=cache is None,
             capture=capture,
             unroll=not self.scan_layers,
-            window_dtype=self.numerics.dtype if cache is None else cache.window_LBWH.dtype,
         )
         return walk, ids_BU
 
-    def _embed(self, tokens_BT: jax.Array, cache: Cache | None, capture: frozenset[str]) -> Flow:
+    def _embed(
+        self, tokens_BT: jax.Array, cache: Cache | None, capture: frozenset[str], *, wants_main: bool = True
+    ) -> Flow:
         config, (batch, tokens) = self.config, tokens_BT.shape
         x_BTSD, pre_BTS = expand(self.embed["weight"][...][tokens_BT].astype(self.numerics.dtype), config.hc_mult)
-        wants_main = "main_hidden" in capture or (cache is not None and cache.draft_window_LBWH is not None)
+        drafts = cache is not None and cache.draft_window_LBWH is not None
+        wants_main = wants_main and ("main_hidden" in capture or drafts)
         targets = len(config.dspark_target_layer_ids)
         main = jnp.zeros((batch, tokens, targets, config.hidden_size), self.numerics.dtype) if wants_main else None
         none = functools.partial(jnp.full, fill_value=-1, dtype=jnp.int32)
@@ -231,36 +265,52 @@ class Model(nnx.Module):
     def _transient_pools(self, tokens_BT: jax.Array) -> dict[str, Pool]:
         """Without a cache a pool lives for this call, and one group per ratio is enough: no two are read at once."""
         batch, tokens = tokens_BT.shape
-        return make_pools(self.config, batch, tokens, self.numerics.dtype, one_group=True)
+        return make_pools(
+            self.config, batch, tokens, "f32" if self.numerics.dtype == jnp.float32 else "bf16", one_group=True
+        )
+
+    def _halves(self, cache: Cache, pools: dict[str, Pool], rows: dict[int, jax.Array], step: Step) -> dict[str, Pool]:
+        """Pools with the open groups as they are after the accepted tokens, from the new C and Z of all tokens, by layer."""
+        changed = dict(pools)
+        for ratio in self.config.plan.ratios:
+            half = cache.pools[pool_name(ratio)].half_YGBMH
+            if half is None:
+                continue
+            new = jnp.stack([rows[layer] for layer in self.config.plan.pool_layers(ratio)], axis=1)
+            phase_B = step.start_B % ratio
+
+            def keep(
+                half_BMH: jax.Array, new_BTH: jax.Array, ratio: int = ratio, phase_B: jax.Array = phase_B
+            ) -> jax.Array:
+                return waiting_rows(half_BMH, new_BTH, phase_B, step.count_B, ratio=ratio)
+
+            kept = jax.vmap(jax.vmap(keep))(half, new)
+            changed[pool_name(ratio)] = dataclasses.replace(pools[pool_name(ratio)], half_YGBMH=kept)
+        return changed
+
+    def _draft_rows(self, cache: Cache, step: Step, flow: Flow, feed: DraftFeed | None) -> jax.Array | None:
+        """What the draft stages' windows get, if the cache has them."""
+        if cache.draft_window_LBWH is None:
+            return None
+        if feed is None:
+            if self.draft is None:
+                raise ValueError("the cache has draft windows, but this model has no draft head")
+            feed = DraftFeed(self.draft)
+        return feed(_join_targets(flow.main_BTQD), step, self.config, self.numerics)
 
     def _next_cache(
-        self,
-        cache: Cache,
-        step: Step,
-        flow: Flow,
-        pools: dict[str, Pool],
-        tails: dict[int, jax.Array],
-        ids_BU: jax.Array | None,
-        feed: DraftFeed | None,
+        self, cache: Cache, step: Step, pools: dict[str, Pool], tails: dict[int, jax.Array], ids_BU: jax.Array | None
     ) -> Cache:
-        config = self.config
-        draft_window = cache.draft_window_LBWH
-        if draft_window is not None:
-            if feed is None:
-                if self.draft is None:
-                    raise ValueError("the cache has draft windows, but this model has no draft head")
-                feed = DraftFeed(self.draft)
-            rows = feed(_join_targets(flow.main_BTQD), step, config, self.numerics)
-            draft_window = write_windows(draft_window, rows, step)
         ngram_BE = cache.ngram_BE
         if ids_BU is not None:
             ngram_BE = next_history(ids_BU, step.count_B, ngram_BE.shape[1])
+        window_LBWH = write_windows(cache.window_LBWH, stack_tails(tails), step) if tails else cache.window_LBWH
         return Cache(
             length_B=cache.length_B + step.count_B,
             decoder_from_B=cache.decoder_from_B,
             ngram_BE=ngram_BE,
-            window_LBWH=write_windows(cache.window_LBWH, stack_tails(tails, config.num_hidden_layers), step),
-            draft_window_LBWH=draft_window,
+            window_LBWH=window_LBWH,
+            draft_window_LBWH=cache.draft_window_LBWH,
             pools=pools,
             max_length=cache.max_length,
         )
@@ -314,9 +364,6 @@ def _join_targets(main_BTQD: jax.Array | None) -> jax.Array:
     return main_BTQD.reshape(*main_BTQD.shape[:2], -1)
 
 
-# ---- public door ----
-
-
 def init_model(
     config: ModelConfig,
     seed: int = 0,
@@ -353,112 +400,3 @@ def init_model(
     graphdef = nnx.graphdef(nnx.eval_shape(lambda: make(jax.random.key(0))))
     state = jax.jit(lambda key: nnx.state(make(key)))(jax.random.key(seed))
     return nnx.merge(graphdef, state)
-
-
-class Structure:
-    """The static half of a split module, hashed once: jit hashes its static arguments on every call."""
-
-    def __init__(self, graphdef: nnx.GraphDef[Any]) -> None:
-        self.graphdef, self._hash = graphdef, hash(graphdef)
-
-    def __hash__(self) -> int:
-        return self._hash
-
-    def __eq__(self, other: object) -> bool:
-        return self is other or (isinstance(other, Structure) and self.graphdef == other.graphdef)
-
-    @classmethod
-    def split(cls, module: nnx.Module) -> tuple[Structure, Any]:
-        """(structure, state) of a module."""
-        graphdef, state = nnx.split(module)
-        return cls(graphdef), state
-
-
-@dataclasses.dataclass(frozen=True)
-class Bound:
-    """A model taken apart once for many calls: splitting an NNX module costs more than a small decode step's dispatch.
-
-    The draft head stays out of the forward's arguments, except the few parameters that fill its windows.
-    """
-
-    config: ModelConfig
-    numerics: Numerics
-    structure: Structure
-    state: Any
-    feed: tuple[Structure, Any] | None  # of the DraftFeed
-    draft: tuple[Structure, Any] | None  # of the whole draft head
-
-    @classmethod
-    def of(cls, model: Model) -> Bound:
-        """Take `model` apart. Later changes to its parameters do not reach the result."""
-        if model.draft is None:
-            return cls(model.config, model.numerics, *Structure.split(model), None, None)
-        # Taken apart and put together once, so that dropping the draft head leaves the caller's model alone.
-        backbone = nnx.merge(*nnx.split(model))
-        backbone.draft = None
-        feed, draft = Structure.split(DraftFeed(model.draft)), Structure.split(model.draft)
-        return cls(model.config, model.numerics, *Structure.split(backbone), feed, draft)
-
-
-def forward(
-    model: Model | Bound,
-    tokens_BT: Int[Array, "B T"] | np.ndarray | Sequence[Sequence[int]],
-    cache: Cache | None = None,
-    lengths_B: Int[Array, " B"] | np.ndarray | Sequence[int] | None = None,
-    *,
-    all_logits: bool = True,
-    capture: Iterable[str] = (),
-) -> Any:
-    """Run the model over T new tokens per row.
-
-    With a cache, each row's first `lengths_B` tokens (all T by default, 0 allowed) are appended at that row's own position and
-    (output, cache) is returned; the cache passed in is consumed. Without a cache the rows start at position 0 and the output
-    alone is returned. Positions follow from the cache and cannot be set.
-
-    Args:
-        model: a Model, or in loops the `Bound.of(model)` made from it once.
-        tokens_BT: ids in [0, vocab_size).
-        lengths_B: how many of each row's T tokens are real; logits behind them are unspecified.
-        all_logits: False gives logits [B, V] of each row's last real token only.
-        capture: names out of `calls.CAPTURES` to return in `output.captured`.
-
-    Raises:
-        ValueError: ids outside the vocabulary, shapes that do not fit, a call that would exceed the cache's max_length, a
-            consumed cache. Unsupported: image tokens (the image tower is not built yet).
-    """
-    if not isinstance(model, Model | Bound):
-        raise ValueError(f"forward takes a Model or a Bound, found {type(model).__name__}")
-    tokens, lengths, names = check_call(model.config, tokens_BT, cache, lengths_B, capture)
-    bound = model if isinstance(model, Bound) else Bound.of(model)
-    before = None if cache is None else cache.lengths()
-    drafting = cache is not None and cache.draft_window_LBWH is not None
-    feed_structure, feed_state = bound.feed if drafting and bound.feed is not None else (None, None)
-    out, cache = _jit_forward(
-        *(bound.structure, feed_structure, bound.state, feed_state),
-        *(tokens, cache, lengths),
-        all_logits=all_logits,
-        capture=names,
-    )
-    if cache is None or before is None:
-        return out
-    return out, cache.with_mirror(before + lengths)
-
-
-@functools.partial(
-    jax.jit, static_argnames=("structure", "feed_structure", "all_logits", "capture"), donate_argnames=("cache",)
-)
-def _jit_forward(
-    structure: Structure,
-    feed_structure: Structure | None,
-    state: Any,
-    feed_state: Any,
-    tokens: Int[Array, "B T"],
-    cache: Cache | None,
-    lengths: Int[Array, " B"],
-    *,
-    all_logits: bool,
-    capture: frozenset[str],
-) -> tuple[ForwardOutput, Cache | None]:
-    feed = None if feed_structure is None else nnx.merge(feed_structure.graphdef, feed_state)
-    model = nnx.merge(structure.graphdef, state)
-    return model(tokens, cache, lengths, all_logits=all_logits, capture=capture, feed=feed)

@@ -21,6 +21,7 @@ from csa2_jax.config import ModelConfig
 from csa2_jax.dspark import Draft
 from csa2_jax.plan import LayerSpec, Mode
 from csa2_jax.state import Cache, pool_name
+from kernels_pallas import storage
 
 MODES = {  # mode: (compute dtype, roundings)
     "f32_noqat": ("float32", False),
@@ -184,8 +185,8 @@ def compare_caches(recording: Recording, step: str, cache: Cache) -> Iterator[Co
     """Windows, pools, index keys and open groups after a step."""
     before, count = recording.consumed(step)
     total, config = before + count, recording.config
-    window = as_f32(cache.window_LBWH)
-    drafts = None if cache.draft_window_LBWH is None else as_f32(cache.draft_window_LBWH)
+    window = as_f32(storage.unpack(cache.window_LBWH))
+    drafts = None if cache.draft_window_LBWH is None else as_f32(storage.unpack(cache.draft_window_LBWH))
     for layer in range(config.num_hidden_layers):
         if (reference := recording.layer(step, layer, "window_kv_cache")) is not None:
             yield Comparison("window cache", step, layer, relative_errors(window[layer], reference))
@@ -199,10 +200,10 @@ def compare_caches(recording: Recording, step: str, cache: Cache) -> Iterator[Co
         pool = cache.pools[pool_name(spec.ratio)]
         held, open_rows = total // spec.ratio, total % spec.ratio
         for name, key, array, rows in (
-            ("pool", "compress_kv_cache", pool.kv_GBPH.reshape(*pool.kv_GBPH.shape[:3], -1), held),
-            ("index keys", "index_k_cache", pool.key_GBPJ, held),
-            ("open group C", "kv_state", pool.c_half_GBMH, open_rows),
-            ("open group Z", "score_state", pool.z_half_GBMH, open_rows),
+            ("pool", "compress_kv_cache", storage.unpack(pool.kv_GBPH), held),
+            ("index keys", "index_k_cache", storage.unpack(pool.key_GBPJ), held),
+            ("open group C", "kv_state", None if pool.half_YGBMH is None else pool.half_YGBMH[0], open_rows),
+            ("open group Z", "score_state", None if pool.half_YGBMH is None else pool.half_YGBMH[1], open_rows),
         ):
             if rows and array is not None and (reference := recording.layer(step, spec.layer, key)) is not None:
                 yield Comparison(

@@ -13,11 +13,12 @@ import numpy as np
 from flax import nnx
 
 from csa2_jax.attention import Role, Shared
+from csa2_jax.bound import forward
 from csa2_jax.config import ModelConfig
 from csa2_jax.dspark import attend_draft
 from csa2_jax.generation import draft
 from csa2_jax.layers import take_layer
-from csa2_jax.model import Model, forward
+from csa2_jax.model import Model
 from csa2_jax.numerics import Numerics
 from csa2_jax.plan import LayerSpec, Mode
 from csa2_jax.recording import (
@@ -30,6 +31,7 @@ from csa2_jax.recording import (
     relative_errors,
 )
 from csa2_jax.state import Cache, Pool, Step, init_cache, pool_name, window_history
+from kernels_pallas.storage import Entries
 
 _CAPTURE = (
     *("attn_in", "attn_q", "attn_o", "attn_out", "latent", "selections", "candidates", "index_scores"),
@@ -106,8 +108,8 @@ class _Modules:
             for array, key, rows in (
                 (pool.kv_GBPH.reshape(*pool.kv_GBPH.shape[:3], -1), "compress_kv_cache", held),
                 (pool.key_GBPJ, "index_k_cache", held),
-                (pool.c_half_GBMH, "kv_state", open_rows),
-                (pool.z_half_GBMH, "score_state", open_rows),
+                (None if pool.half_YGBMH is None else pool.half_YGBMH[0], "kv_state", open_rows),
+                (None if pool.half_YGBMH is None else pool.half_YGBMH[1], "score_state", open_rows),
             ):
                 reference = recording.layer(step, spec.layer, key)
                 if reference is None and rows:
@@ -232,7 +234,7 @@ def _kind(spec: LayerSpec) -> tuple:
 
 def _prepare(
     model: Model, kind: tuple, places: dict[str, Any], tokens: jax.Array, cache: Cache, group: jax.Array
-) -> tuple[Step, Role, jax.Array]:
+) -> tuple[Step, Role, Entries]:
     """The step, the layer's role and its window history, as the stack would make them."""
     mode, ratio, makes, reads = kind
     step = model._step(tokens, cache, jnp.full(tokens.shape[0], tokens.shape[1], jnp.int32))

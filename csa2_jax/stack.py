@@ -26,7 +26,9 @@ from csa2_jax.indexer import Indexer
 from csa2_jax.layers import take_layer
 from csa2_jax.numerics import Numerics
 from csa2_jax.plan import Mode, Segment
-from csa2_jax.state import Flow, Pool, Step, pool_name, window_history, window_tail
+from csa2_jax.residual import collapse
+from csa2_jax.state import Flow, Pool, Step, no_history, pool_name, window_history, window_tail
+from kernels_pallas.storage import Entries
 
 if TYPE_CHECKING:
     Captures = dict[str, dict[int, jax.Array]]
@@ -51,12 +53,11 @@ class Walk:
     numerics: Numerics
     weights: Weights
     step: Step
-    window_LBWH: jax.Array | None  # None without a cache
+    window_LBWH: Entries | None  # None without a cache
     engram_rows: Sequence[jax.Array]  # [B, T, Y] per Engram layer
     pools_shared: bool  # pools hold one group each: every FULL layer of a ratio uses group 0
     capture: frozenset[str]
     unroll: bool
-    window_dtype: jnp.dtype
 
     def segments(
         self, segments: Sequence[Segment], flow: Flow, pools: dict[str, Pool]
@@ -144,9 +145,10 @@ class Walk:
             indexer=take_layer(weights.indexers, ids["index_slot"]) if mode in (Mode.FULL, Mode.REINDEX) else None,
             makes_candidates=full and segment.makes_candidates,
             reads_candidates=mode is Mode.REINDEX and segment.reads_candidates,
+            in_decoder=segment.in_decoder,
         )
         if self.window_LBWH is None:
-            history_BWH = jnp.zeros((x_BTSD.shape[0], 0, config.head_dim), self.window_dtype)
+            history_BWH: Entries = no_history(x_BTSD.shape[0], config.head_dim, self.numerics.dtype)
         else:
             history_BWH = window_history(self.window_LBWH, ids["layer"], step.start_B)
         x_BTSD, pre_BTS, kv_BTH, shared, seen = take_layer(weights.layers, ids["layer"])(
@@ -173,6 +175,20 @@ class Walk:
             return ids["group"]
         slots = np.asarray([max(spec.pool_slot, 0) for spec in self.config.plan.layers], np.int32)
         return slots[ids["layer"]] if isinstance(ids["layer"], np.integer) else jnp.asarray(slots)[ids["layer"]]
+
+    def pool_only(self, flow: Flow, pools: dict[str, Pool]) -> dict[str, Pool]:
+        """What tokens leave in the decoder that no decoder query will read the windows of: their entries in its pool.
+
+        Of the decoder's first layer this takes the collapse (which gives H_20), the norm and the compressor.
+        """
+        config, weights, layer = self.config, self.weights, self.config.plan.decoder_start
+        spec = config.plan.layers[layer]
+        name, block = pool_name(spec.ratio), take_layer(weights.layers, layer)
+        x_BTD = collapse(flow.x_BTSD, flow.pre_BTS, self.numerics)
+        x_BTD = block.attn_norm(x_BTD, config.rms_norm_eps, self.numerics)
+        compressor = take_layer(weights.compressors[name], spec.pool_slot)
+        pool, _ = compressor(x_BTD, pools[name], spec.pool_slot, self.step, config, self.numerics)
+        return pools | {name: pool}
 
     def _has(self, segment: Segment, mode: Mode, slot: str) -> bool:
         """Whether any layer at this place of the segment has the feature, so that the others need not trace it."""
@@ -218,6 +234,6 @@ def _by_layer(segment: Segment, outputs: Any) -> dict[str, dict[int, jax.Array]]
     return found
 
 
-def stack_tails(tails: dict[int, jax.Array], layers: int) -> jax.Array:
-    """Window tails of all layers [L, B, R, H]."""
-    return jnp.stack([tails[layer] for layer in range(layers)])
+def stack_tails(tails: dict[int, jax.Array]) -> jax.Array:
+    """Window tails of the layers that ran, 0 to L - 1, as [L, B, R, H]."""
+    return jnp.stack([tails[layer] for layer in range(len(tails))])

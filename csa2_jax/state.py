@@ -8,18 +8,21 @@ from __future__ import annotations
 
 import dataclasses
 import operator
-from collections.abc import Sequence
-from typing import Any, Literal
+from collections.abc import Callable, Sequence
+from typing import Any, Literal, get_args
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 
+from csa2_jax import formats
 from csa2_jax.config import ModelConfig
 from kernels_pallas import storage as stored
+from kernels_pallas.storage import Entries, Packed
 
-Storage = Literal["bf16", "f32"]
-_STORAGE = {"bf16": jnp.bfloat16, "f32": jnp.float32}
+Storage = Literal["bf16", "f32", "packed"]
+_NUMBERS = {"bf16": jnp.bfloat16, "f32": jnp.float32}
 
 
 @jax.tree_util.register_dataclass
@@ -29,10 +32,9 @@ class Pool:
 
     # Rotated, rounded entries, keys and values at once; a width of whole 128s is held as [G, B, P, H/128, 128], so that a TPU can
     # fetch single entries (`kernels_pallas.storage`).
-    kv_GBPH: jax.Array
-    key_GBPJ: jax.Array  # index keys
-    c_half_GBMH: jax.Array | None  # the open group's waiting rows [G, B, m - 1, H], f32; None at m = 1
-    z_half_GBMH: jax.Array | None
+    kv_GBPH: Entries
+    key_GBPJ: Entries  # index keys
+    half_YGBMH: jax.Array | None  # C and Z (axis Y) of the open group's waiting m - 1 tokens, f32; None at m = 1
 
 
 @jax.tree_util.register_pytree_node_class
@@ -47,8 +49,8 @@ class Cache:
     length_B: jax.Array  # tokens consumed
     decoder_from_B: jax.Array  # first position whose decoder window rows are valid
     ngram_BE: jax.Array  # last compressed ids before `length`, -1 dead
-    window_LBWH: jax.Array  # ring: position t sits in slot t mod W
-    draft_window_LBWH: jax.Array | None  # the same for the draft stages
+    window_LBWH: Entries  # ring: position t sits in slot t mod W
+    draft_window_LBWH: Entries | None  # the same for the draft stages
     pools: dict[str, Pool]  # by ratio: "m2", "m1"
     max_length: int  # static
     mirror: tuple[jax.Array, np.ndarray] | None = None  # `length_B` and what it holds, on the host
@@ -73,6 +75,39 @@ class Cache:
         return dataclasses.replace(self, mirror=(self.length_B, lengths))
 
 
+def map_rows(f: Callable[..., jax.Array], cache: Cache, *others: Cache) -> Cache:
+    """A cache of f(axis, array, arrays of the others) for every array of it; `axis` is the one of the rows."""
+
+    def over(axis: int, *trees: Any) -> Any:
+        return jax.tree.map(lambda *arrays: f(axis, *arrays), *trees)
+
+    def each(name: str, axis: int) -> Any:
+        return over(axis, *(getattr(c, name) for c in (cache, *others)))
+
+    def pool(name: str) -> Pool:
+        these = [c.pools[name] for c in (cache, *others)]
+        halves = [p.half_YGBMH for p in these]
+        half = None if halves[0] is None else over(2, *halves)
+        return Pool(over(1, *(p.kv_GBPH for p in these)), over(1, *(p.key_GBPJ for p in these)), half)
+
+    return Cache(
+        **{name: each(name, 0) for name in ("length_B", "decoder_from_B", "ngram_BE")},
+        **{name: each(name, 1) for name in ("window_LBWH", "draft_window_LBWH")},
+        pools={name: pool(name) for name in cache.pools},
+        max_length=cache.max_length,
+    )
+
+
+def take_row(cache: Cache, row: jax.Array | int) -> Cache:
+    """A cache of one row."""
+    return map_rows(lambda axis, a: lax.dynamic_slice_in_dim(a, row, 1, axis), cache)
+
+
+def put_row(cache: Cache, row: jax.Array | int, one: Cache) -> Cache:
+    """`cache` with a row replaced by a cache of one row."""
+    return map_rows(lambda axis, a, b: lax.dynamic_update_slice_in_dim(a, b, row, axis), cache, one)
+
+
 _CACHE_LEAVES = ("length_B", "decoder_from_B", "ngram_BE", "window_LBWH", "draft_window_LBWH", "pools")
 
 
@@ -89,20 +124,26 @@ def pool_capacity(config: ModelConfig, ratio: int, max_length: int) -> int:
 
 
 def make_pools(
-    config: ModelConfig, batch: int, max_length: int, dtype: jnp.dtype, *, one_group: bool = False
+    config: ModelConfig, batch: int, max_length: int, storage: Storage, *, one_group: bool = False
 ) -> dict[str, Pool]:
     """Empty pools. `one_group` keeps a single pool per ratio, enough where no later call reads it."""
     pools = {}
+    # What a TPU fetches is 512 bytes, which hold the scales of 128 index keys: there capacities are multiples of that.
+    units = storage == "packed" and jax.default_backend() == "tpu"
     for ratio in config.plan.ratios:
         groups = 1 if one_group else len(config.plan.pool_layers(ratio))
         entries = pool_capacity(config, ratio, max_length)
-        half = (groups, batch, ratio - 1, config.head_dim)
-        pools[pool_name(ratio)] = Pool(
-            kv_GBPH=stored.in_rows(jnp.zeros((groups, batch, entries, config.head_dim), dtype)),
-            key_GBPJ=jnp.zeros((groups, batch, entries, config.index_head_dim), dtype),
-            c_half_GBMH=jnp.zeros(half, jnp.float32) if ratio > 1 else None,
-            z_half_GBMH=jnp.zeros(half, jnp.float32) if ratio > 1 else None,
-        )
+        entries = -(-entries // stored.LANES) * stored.LANES if units else entries
+        shapes = [(groups, batch, entries, width) for width in (config.head_dim, config.index_head_dim)]
+        if storage == "packed":
+            kv, key = (
+                stored.empty(s, f, units=units) for s, f in zip(shapes, (formats.MAIN, formats.INDEX), strict=True)
+            )
+        else:
+            kv, key = (jnp.zeros(shape, _NUMBERS[storage]) for shape in shapes)
+            kv = stored.in_rows(kv)
+        half = (2, groups, batch, ratio - 1, config.head_dim)
+        pools[pool_name(ratio)] = Pool(kv, key, jnp.zeros(half, jnp.float32) if ratio > 1 else None)
     return pools
 
 
@@ -111,19 +152,18 @@ def init_cache(
 ) -> Cache:
     """An empty cache for `batch` sequences of up to `max_length` tokens.
 
-    storage: "bf16" (exact for models that run with their roundings: every rounded value is a bf16 number) or "f32". By default
-        bf16 on accelerators and f32 on CPUs, whose compiler widens a whole bf16 array for every few rows it reads.
+    storage: "bf16" (exact for models that run with their roundings: every rounded value is a bf16 number), "packed" (the same
+        numbers as the fp8 and fp4 codes and scales they were rounded to, 3.5 to 4 times smaller; for models with roundings
+        only), or "f32". By default bf16 on accelerators and f32 on CPUs, whose compiler widens a whole bf16 array for every
+        few rows it reads.
     draft: also keep the draft head's windows, needed by `draft`.
-    Raises ValueError for sizes below 1, a length beyond max_position_embeddings, or an unknown storage.
+    Raises ValueError for sizes below 1, a length beyond max_position_embeddings, widths that packing does not divide, or an
+    unknown storage.
     """
-    if storage == "packed":
-        from kernels_pallas import Unsupported
-
-        raise Unsupported("storage='packed' is not built yet; use 'bf16', which holds the same numbers exactly")
     if storage is None:
         storage = "f32" if jax.default_backend() == "cpu" else "bf16"
-    if storage not in _STORAGE:
-        raise ValueError(f"{storage=} must be one of {sorted(_STORAGE)}")
+    if storage not in get_args(Storage):
+        raise ValueError(f"{storage=} must be one of {get_args(Storage)}")
     if not isinstance(config, ModelConfig):
         raise ValueError(f"init_cache takes a ModelConfig (model.config), found {type(config).__name__}")
     batch, max_length = positive("batch", batch), positive("max_length", max_length)
@@ -131,10 +171,12 @@ def init_cache(
         raise ValueError(f"{max_length=} exceeds max_position_embeddings={config.max_position_embeddings}")
     if draft and not config.num_nextn_predict_layers:
         raise ValueError("draft=True, but the configuration has num_nextn_predict_layers=0: there is no draft head")
-    dtype = jnp.dtype(_STORAGE[storage])
+    if storage == "packed":
+        _check_packable(config)
 
-    def windows(layers: int) -> jax.Array:
-        return jnp.zeros((layers, batch, config.sliding_window, config.head_dim), dtype)
+    def windows(layers: int) -> Entries:
+        shape = (layers, batch, config.sliding_window, config.head_dim)
+        return stored.empty(shape, formats.WINDOW) if storage == "packed" else jnp.zeros(shape, _NUMBERS[storage])
 
     return Cache(
         length_B=jnp.zeros(batch, jnp.int32),
@@ -142,9 +184,21 @@ def init_cache(
         ngram_BE=jnp.full((batch, max(config.engram_max_ngram_size - 1, 0)), -1, jnp.int32),
         window_LBWH=windows(config.num_hidden_layers),
         draft_window_LBWH=windows(config.num_nextn_predict_layers) if draft else None,
-        pools=make_pools(config, batch, max_length, dtype),
+        pools=make_pools(config, batch, max_length, storage),
         max_length=max_length,
     ).with_mirror(np.zeros(batch, np.int64))
+
+
+def _check_packable(config: ModelConfig) -> None:
+    for name, width in (
+        ("head_dim", config.head_dim),
+        ("index_head_dim", config.index_head_dim if config.plan.ratios else 0),
+    ):
+        if width % formats.WINDOW.group:
+            raise ValueError(
+                f"storage='packed' keeps a scale per {formats.WINDOW.group} channels, which {name}={width} is no multiple of; "
+                "use storage='bf16'"
+            )
 
 
 def positive(name: str, value: Any) -> int:
@@ -167,6 +221,7 @@ class Step:
     count_B: jax.Array  # real tokens of this call
     position_BT: jax.Array
     first_BT: jax.Array  # first row of concat(window history, new rows) a query may read
+    decoder_first_BT: jax.Array  # the same in the decoder, which may not have seen every token
     image_BT: jax.Array | None
     rope_window: tuple[jax.Array, jax.Array]  # cos, sin [B, T, R/2] of window-only layers
     rope_pool: tuple[jax.Array, jax.Array]  # of layers that read a pool
@@ -185,11 +240,33 @@ class Flow:
     candidates_BTC: jax.Array
 
 
-def window_history(window_LBWH: jax.Array, layer: jax.Array | int, start_B: jax.Array) -> jax.Array:
-    """One layer's ring in order of position: row i holds position start - W + i (rows before position 0 mean nothing)."""
-    batch, width = window_LBWH.shape[1:3]
+def window_history(window_LBWH: Entries, layer: jax.Array | int, start_B: jax.Array) -> Entries:
+    """One layer's ring in order of position: row i holds position start - W + i (rows before position 0 mean nothing).
+
+    [B, W, H] of a plain ring, [1, B, W, H] of a packed one.
+    """
+    batch, width = stored.shape(window_LBWH)[1:3]
     slot_BW = (start_B[:, None] + jnp.arange(width)) % width
-    return window_LBWH[layer, jnp.arange(batch)[:, None], slot_BW]
+
+    def turn(a: jax.Array) -> jax.Array:
+        return a[layer, jnp.arange(batch)[:, None], slot_BW]
+
+    if isinstance(window_LBWH, Packed):
+        return jax.tree.map(lambda a: turn(a)[None], window_LBWH)
+    return turn(window_LBWH)
+
+
+def no_history(batch: int, width: int, dtype: jnp.dtype) -> jax.Array:
+    """The history of a call without a cache, [B, 0, H]."""
+    return jnp.zeros((batch, 0, width), dtype)
+
+
+def join_window(history_BWH: Entries, kv_BTH: jax.Array) -> Entries:
+    """History and this call's rows, as `sparse_attention` reads them."""
+    if isinstance(history_BWH, Packed):
+        new = stored.pack(kv_BTH[None], history_BWH.fmt)
+        return jax.tree.map(lambda a, b: jnp.concatenate([a, b], axis=2), history_BWH, new)
+    return jnp.concatenate([history_BWH, kv_BTH.astype(history_BWH.dtype)], axis=1)
 
 
 def window_tail(rows_BTH: jax.Array, count_B: jax.Array, width: int) -> jax.Array:
@@ -200,24 +277,16 @@ def window_tail(rows_BTH: jax.Array, count_B: jax.Array, width: int) -> jax.Arra
     return jnp.take_along_axis(rows_BTH, _tail_index(count_B, width)[..., None].clip(0, tokens - 1), axis=1)
 
 
-def write_windows(window_LBWH: jax.Array, tail_LBRH: jax.Array, step: Step) -> jax.Array:
-    """Put every layer's tail rows into their slots; rows that are not real go nowhere."""
-    width, kept, tokens = window_LBWH.shape[2], tail_LBRH.shape[2], step.position_BT.shape[1]
+def write_windows(window_LBWH: Entries, tail_LBRH: jax.Array, step: Step) -> Entries:
+    """Put the tail rows of the first L layers into their slots; rows that are not real go nowhere."""
+    width, (layers, _, kept), tokens = stored.shape(window_LBWH)[2], tail_LBRH.shape[:3], step.position_BT.shape[1]
     if tokens <= width:
         index_BR = jnp.broadcast_to(jnp.arange(tokens), step.position_BT.shape)
     else:
         index_BR = _tail_index(step.count_B, kept)
     real = (index_BR >= 0) & (index_BR < step.count_B[:, None])
     slot_BR = jnp.where(real, (step.start_B[:, None] + index_BR) % width, width)
-    return write_rows(window_LBWH, slice(None), slot_BR, tail_LBRH)
-
-
-def write_rows(array_GBPH: jax.Array, group: Any, slot_BE: jax.Array, rows: jax.Array) -> jax.Array:
-    """`array[group, b, slot_BE[b]] = rows[b]`, in place under jit; slots beyond the array are dropped."""
-    b = jnp.arange(slot_BE.shape[0])[:, None]
-    rows = rows.astype(array_GBPH.dtype)
-    rows = rows.reshape(*rows.shape[:-1], *array_GBPH.shape[3:])
-    return array_GBPH.at[group, b, slot_BE].set(rows, mode="drop")
+    return stored.write(window_LBWH, slice(0, layers), slot_BR, tail_LBRH)
 
 
 def _tail_index(count_B: jax.Array, width: int) -> jax.Array:

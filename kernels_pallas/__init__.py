@@ -11,7 +11,7 @@ Number formats and packed storage are in `formats` and `storage`.
 """
 
 from kernels_pallas import formats, storage
-from kernels_pallas.compress import Compressed, compress, compress_entries, empty_half
+from kernels_pallas.compress import Compressed, compress, compress_entries, empty_half, waiting_rows
 from kernels_pallas.dispatch import Unsupported
 from kernels_pallas.index_select import index_scores, index_select
 from kernels_pallas.sparse_attention import sparse_attention
@@ -29,4 +29,5 @@ __all__ = [
     "index_select",
     "sparse_attention",
     "storage",
+    "waiting_rows",
 ]

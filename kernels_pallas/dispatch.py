@@ -11,6 +11,7 @@ from types import ModuleType
 from typing import Any
 
 import jax
+import jax.core
 
 _LOGGER = logging.getLogger(__name__)
 
@@ -36,8 +37,8 @@ def choose(
     if implementation is not None:
         if implementation not in choices:
             raise Unsupported(f"{door} has no implementation={implementation!r}; it has {sorted(choices)}")
-        _check_backend(implementation, interpret)
         _check(choices[implementation], interpret, args, kwargs)
+        _check_backend(implementation, interpret, args)
         return choices[implementation]
     refusals: list[Exception] = []
     for name in preferred():
@@ -59,15 +60,19 @@ def _check(module: ModuleType, interpret: Any, args: tuple[Any, ...], kwargs: di
         check(*args, interpret=interpret, **kwargs)
 
 
-def _check_backend(implementation: str, interpret: Any) -> None:
-    """A kernel named where nothing can run it would fail far from here, in the words of its compiler."""
+def _check_backend(implementation: str, interpret: Any, args: tuple[Any, ...]) -> None:
+    """A kernel named where nothing can run it would fail far from here, in the words of its compiler.
+
+    Under a trace it is not known yet what the program will be compiled for.
+    """
     backend = jax.default_backend()
-    if interpret or implementation == "xla" or _declared() is not None or _KERNELS.get(backend) == implementation:
+    if interpret or implementation == "xla" or _KERNELS.get(backend) == implementation:
         return
-    raise Unsupported(
-        f"{implementation=} does not run on this backend, {backend!r}: interpret=True emulates it, implementation='xla' runs "
-        "anywhere, and to compile for a device that is not here, declare it by jax.sharding.use_abstract_mesh"
-    )
+    if not any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(args)):
+        raise Unsupported(
+            f"{implementation=} does not run on this backend, {backend!r}: interpret=True emulates it, implementation='xla' "
+            "runs anywhere"
+        )
 
 
 def preferred() -> tuple[str, ...]:

@@ -83,6 +83,20 @@ def shape(entries: Entries) -> tuple[int, int, int, int]:
     return g, b, p, math.prod(entries.shape[3:])
 
 
+def nbytes(entries: Entries) -> int:
+    """Bytes that stored entries take, also of abstract ones."""
+    return sum(math.prod(a.shape) * a.dtype.itemsize for a in jax.tree.leaves(entries))
+
+
+def empty(shape: tuple[int, int, int, int], fmt: Format, *, units: bool = False) -> Packed:
+    """Packed entries [G, B, P, H] of zeros."""
+    one = Packed(jnp.zeros(0, jnp.uint8), jnp.zeros(0, jnp.uint8), shape[3], fmt)
+    codes, scales = (jnp.zeros((*shape[:3], size), jnp.uint8) for size in (one.code_bytes, one.scale_bytes))
+    if units:
+        codes, scales = to_units(codes), to_units(scales)
+    return dataclasses.replace(one, codes=codes, scales=scales)
+
+
 def in_rows(a: jax.Array) -> jax.Array:
     """[..., H] with the width cut in rows of 128 where H is a multiple of it (else as it is): how pools are held."""
     if a.shape[-1] % LANES:
@@ -179,14 +193,24 @@ def gather(entries: Entries, group: jax.Array | int, index: jax.Array, block: in
     return take(entries, shape(entries)[3])
 
 
-def write(entries: Entries, group: jax.Array | int | slice, slot_BE: jax.Array, rows_BEH: jax.Array) -> Entries:
-    """Store numbers [B, E, H] as the entries `slot_BE` of one group ([G, B, E, H] of all groups for a slice), in place under jit.
+def write(entries: Entries, group: jax.Array | int | slice, slot_BE: jax.Array, rows_BEH: Entries) -> Entries:
+    """Store rows [B, E, H] as the entries `slot_BE` of one group ([G, B, E, H] of many groups for a slice), in place under jit.
 
-    Packed storage rounds them to its format. Slots beyond the last entry are dropped. No two rows may share a slot.
+    Packed storage rounds numbers to its format, or takes rows [1, B, E, H] (of a slice: [G, B, E, H]) that are packed in it.
+    Slots beyond the last entry are dropped. No two rows may share a slot.
     """
     if not isinstance(entries, Packed):
+        if isinstance(rows_BEH, Packed):
+            raise ValueError("packed rows cannot be written into plain storage; unpack them")
         return _write(entries, group, slot_BE, rows_BEH.astype(entries.dtype), shape(entries)[3])
-    codes, scales = encode(rows_BEH, entries.fmt)
+    if isinstance(rows_BEH, Packed):
+        if rows_BEH.fmt != entries.fmt or rows_BEH.width != entries.width:
+            raise ValueError(
+                f"rows packed as {rows_BEH.fmt} of {rows_BEH.width} channels do not fit into {entries.fmt} of {entries.width}"
+            )
+        codes, scales = (a if isinstance(group, slice) else a[0] for a in (rows_BEH.codes, rows_BEH.scales))
+    else:
+        codes, scales = encode(rows_BEH, entries.fmt)
     return dataclasses.replace(
         entries,
         codes=_write(entries.codes, group, slot_BE, codes, entries.code_bytes),

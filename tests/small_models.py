@@ -12,6 +12,7 @@ import dataclasses
 import functools
 import tempfile
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -19,11 +20,13 @@ import numpy as np
 
 from csa2_jax import Bound, Cache, Model, ModelConfig, forward, init_cache, load_checkpoint
 from csa2_jax.state import pool_name
+from kernels_pallas import storage
 from tests import random_checkpoint as rc
 from tests.golden_sets import materialise
 from tests.oracle import OracleModel
 
 BATCH = 8
+RELEASED = Path(__file__).resolve().parent.parent / "configs" / "v41_flash.json"
 # Three compression ratios, a REUSE and a REINDEX layer with candidates, Engram below everything and in the decoder.
 RATIOS_KNOBS: dict[str, Any] = {
     "swa_layers": 1,
@@ -99,8 +102,8 @@ class Small:
         """Random ids [B, total]."""
         return np.random.default_rng(seed).integers(0, self.config.vocab_size, (batch, self.total))
 
-    def cache(self, batch: int = BATCH) -> Cache:
-        return init_cache(self.config, batch, self.total, "f32", draft=True)
+    def cache(self, batch: int = BATCH, storage: Any = "f32") -> Cache:
+        return init_cache(self.config, batch, self.total, storage, draft=self.config.num_nextn_predict_layers > 0)
 
     def append(self, cache: Cache, tokens: np.ndarray, lengths: Any = None) -> tuple[np.ndarray, Cache]:
         """One call, padded to the next width; logits [B, V] of one token a row, else [B, T, V]."""
@@ -147,6 +150,13 @@ def mini() -> Model:
     return load_random(MINI_KNOBS)
 
 
+@functools.cache
+def rounded(compute_dtype: str = "float32") -> Small:
+    """`mini` with roundings and the draft head: what a packed cache can hold."""
+    model = load_random(MINI_KNOBS | {"draft_stages": 1}, fake_quant=True, compute_dtype=compute_dtype)
+    return Small(f"rounded {compute_dtype}", model, Bound.of(model), (1, 9, 30))
+
+
 SMALL = {"tiny8": tiny8, "ratios": ratios}
 
 
@@ -165,7 +175,7 @@ def meaningful(config: ModelConfig, cache: Cache) -> dict[str, list[np.ndarray]]
     held: dict[str, list[np.ndarray]] = {"length": list(length), "ngram": list(np.asarray(cache.ngram_BE))}
 
     def windows(ring: jax.Array) -> list[np.ndarray]:
-        rows = np.asarray(ring).astype(np.float32)
+        rows = np.asarray(storage.unpack(ring)).astype(np.float32)
         return [rows[:, b, np.arange(max(0, n - width), n) % width] for b, n in enumerate(length)]
 
     held["window"] = windows(cache.window_LBWH)
@@ -174,10 +184,10 @@ def meaningful(config: ModelConfig, cache: Cache) -> dict[str, list[np.ndarray]]
     for ratio in config.plan.ratios:
         pool = cache.pools[pool_name(ratio)]
         for name, array, count in (
-            ("kv", pool.kv_GBPH, length // ratio),
-            ("key", pool.key_GBPJ, length // ratio),
-            ("c half", pool.c_half_GBMH, length % ratio),
-            ("z half", pool.z_half_GBMH, length % ratio),
+            ("kv", storage.unpack(pool.kv_GBPH), length // ratio),
+            ("key", storage.unpack(pool.key_GBPJ), length // ratio),
+            ("c half", None if pool.half_YGBMH is None else pool.half_YGBMH[0], length % ratio),
+            ("z half", None if pool.half_YGBMH is None else pool.half_YGBMH[1], length % ratio),
         ):
             if array is not None:
                 held[f"m{ratio} {name}"] = [np.asarray(array)[:, b, :n].astype(np.float32) for b, n in enumerate(count)]
@@ -189,11 +199,16 @@ def poisoned(config: ModelConfig, cache: Cache) -> Cache:
     length, width = np.asarray(cache.length_B), config.sliding_window
 
     def fill(array: Any, used: np.ndarray) -> Any:
-        """NaN from `used[b]` on along axis 2."""
+        """NaN from `used[b]` on along axis 2 of [G, B, P, ...]; bytes that mean NaN in packed storage."""
         if array is None:
             return None
+        if isinstance(array, storage.Packed):
+            return jax.tree.map(lambda a: fill(a, used), array)
         free = np.arange(array.shape[2]) >= used[:, None]
-        return jax.numpy.asarray(np.where(free[None, :, :, None], np.float32(np.nan), np.asarray(array)))
+        nan = np.uint8(0xFF) if array.dtype == np.uint8 else np.float32(np.nan)
+        return jax.numpy.asarray(
+            np.where(free.reshape(1, *free.shape, *[1] * (array.ndim - 3)), nan, np.asarray(array))
+        )
 
     pools = {}
     for ratio in config.plan.ratios:
@@ -202,8 +217,9 @@ def poisoned(config: ModelConfig, cache: Cache) -> Cache:
             pool,
             kv_GBPH=fill(pool.kv_GBPH, length // ratio),
             key_GBPJ=fill(pool.key_GBPJ, length // ratio),
-            c_half_GBMH=fill(pool.c_half_GBMH, length % ratio),
-            z_half_GBMH=fill(pool.z_half_GBMH, length % ratio),
+            half_YGBMH=None
+            if pool.half_YGBMH is None
+            else jax.numpy.stack([fill(half, length % ratio) for half in pool.half_YGBMH]),
         )
     # A window that is not full yet is filled from slot 0.
     return dataclasses.replace(

@@ -8,7 +8,7 @@ import pytest
 from flax import nnx
 
 from csa2_jax import Bound, Model, ModelConfig, Numerics, init_cache
-from csa2_jax.model import _jit_forward
+from csa2_jax.bound import _jit_forward
 
 TWIN = "configs/v41_twin.json"
 

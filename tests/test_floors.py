@@ -31,7 +31,10 @@ ROOMS = (
     (DOOR,),
     ("engine", "gates", "replay"),
     ("recording",),
-    ("generation", "prompt"),
+    ("generation", "prompt", "prompt_messages", "prompt_parse", "prompt_format"),
+    ("prefilling", "decoding"),
+    ("speculative",),
+    ("bound", "sampling"),
     # Beside the model stands what files and devices need; it reads the model, and nothing below reads it.
     ("model", "vision", "checkpoint", "sharding", "accounting", "manifest", "safetensors_io", "tokenizer"),
     ("stack", "dspark"),

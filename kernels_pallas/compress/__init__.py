@@ -162,6 +162,21 @@ def empty_half(batch: int, width: int, ratio: int, overlap: bool = False) -> tup
     return c_half, jnp.where(none_yet, -jnp.inf, c_half)
 
 
+def waiting_rows(
+    half_BMH: Float[Array, "B M W"],
+    new_BTH: Float[Array, "B T W"],
+    phase_B: Int[Array, " B"],
+    count_B: Int[Array, " B"],
+    *,
+    ratio: int,
+) -> Float[Array, "B M W"]:
+    """The carried rows after the first `count_B` of the new ones, without overlap or bias: what `compress` returns for them.
+
+    For callers that learn how many of a call's rows are real only after it.
+    """
+    return rows.carry(half_BMH, new_BTH, None, phase_B, count_B, ratio=ratio, lead=0)
+
+
 _ROWS = ("c_BTH", "z_BTH", "c_half_BMH", "z_half_BMH")
 
 

@@ -364,7 +364,7 @@ def _list() -> tuple[Case, ...]:
     both = ("bf16", "packed")
     return (
         *(attention("attend", 1, 1, p, s) for p, s in ((K4, "bf16"), (M1, "bf16"), (M1, "packed"))),
-        *(attention("attend", 64, 1, p, s) for p, s in ((K64, "bf16"), (K4, "packed"))),
+        attention("attend", 64, 1, K4, "packed"),
         attention("attend", 64, 1, M1, "bf16", too_large_for=("v5e", "v6e")),
         attention("attend", 64, 1, M1, "packed", too_large_for=("v5e",)),
         *(attention("write, attend", 64, 1, K64, s) for s in both),
@@ -381,7 +381,7 @@ def _list() -> tuple[Case, ...]:
         index("select", 1, 4096, K64, "bf16"),
         index("make candidates", 1, 1, M1, "packed"),
         index("make candidates", 64, 1, K64, "bf16"),
-        *(index("make candidates", 1, 4096, p, s) for p, s in ((K64, "bf16"), (M1, "packed"))),
+        index("make candidates", 1, 4096, M1, "packed"),
         *(index("among candidates", 1, 1, M1, s) for s in both),
         *(index("among candidates", 64, 1, p, s) for p, s in ((K64, "bf16"), (M1, "packed"))),
         index("among candidates", 1, 4096, M1, "packed"),
