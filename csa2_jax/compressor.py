@@ -89,12 +89,13 @@ class Compressor(nnx.Module):
         complete_B = (phase_B + step.count_B) // m
         written = jnp.arange(latent_BEH.shape[1]) < complete_B[:, None]
         slot_BE = jnp.where(written, entry_BE, stored.shape(pool.kv_GBPH)[2])  # out of range: dropped
+        half_YGBMH = pool.half_YGBMH
+        if half_YGBMH is not None and c_half is not None and z_half is not None:
+            half_YGBMH = half_YGBMH.at[:, group].set(jnp.stack([c_half, z_half]))
         pool = Pool(
             kv_GBPH=stored.write(pool.kv_GBPH, group, slot_BE, kv_BEH),
             key_GBPJ=stored.write(pool.key_GBPJ, group, slot_BE, key_BEJ),
-            half_YGBMH=None
-            if pool.half_YGBMH is None
-            else pool.half_YGBMH.at[:, group].set(jnp.stack([c_half, z_half])),
+            half_YGBMH=half_YGBMH,
         )
         return pool, latent_BEH
 

@@ -14,7 +14,7 @@ from flax import nnx
 from jax import lax
 
 from csa2_jax.config import ModelConfig
-from csa2_jax.layers import ExpertParam, Linear, ParamFactory, linear
+from csa2_jax.layers import ExpertParam, Linear, ParamFactory, linear, round_rows
 from csa2_jax.numerics import Numerics, einsum
 
 
@@ -111,6 +111,8 @@ class MoE(nnx.Module):
     ) -> jax.Array:
         """Outputs of the chosen experts [n, k, D]: pairs sorted by expert, then one block of one expert's rows at a time."""
         pairs = index_nk.size
+        if pairs == self.topk and self.experts.w1.scale is None:
+            return self._few(x_nD, index_nk, weight_nk, layer, config, numerics)
 
         def expert(x_nD: jax.Array, w_n: jax.Array, e: jax.Array) -> jax.Array:
             def product(x: jax.Array, w: Linear) -> jax.Array:
@@ -136,6 +138,27 @@ class MoE(nnx.Module):
         _, y = lax.scan(run_block, None, (pair_of_row.reshape(blocks, size), expert_of_block))
         return y.reshape(blocks * size, -1)[row_of_pair].reshape(*index_nk.shape, -1)
 
+    def _few(
+        self,
+        x_nD: jax.Array,
+        index_nk: jax.Array,
+        weight_nk: jax.Array,
+        layer: jax.Array | int,
+        config: ModelConfig,
+        numerics: Numerics,
+    ) -> jax.Array:
+        """One token: its experts side by side as one batch (measured 0.43 ms against 0.8 for two of 512 x 512 on a CPU)."""
+
+        def multiply(x_kD: jax.Array, w: Linear) -> jax.Array:
+            chosen = w.weight[layer, index_nk[0]]
+            x_kD = round_rows(x_kD, w.round_operand, numerics)
+            return numerics.cast(einsum("bmk,bnk->bmn", x_kD[:, None], chosen.astype(x_kD.dtype))[:, 0])
+
+        w1, w2, w3 = self.experts.w1, self.experts.w2, self.experts.w3
+        x_kD = jnp.broadcast_to(x_nD, (self.topk, x_nD.shape[1]))
+        h = swiglu(multiply(x_kD, w1), multiply(x_kD, w3), weight_nk[0], config.swiglu_limit, numerics)
+        return multiply(h, w2)[None]
+
 
 def swiglu(g: jax.Array, u: jax.Array, weight: jax.Array | None, limit: float, numerics: Numerics) -> jax.Array:
     """silu(min(g, limit)) * clip(u, -limit, limit) [* routing weight], f32, cast."""
@@ -145,11 +168,9 @@ def swiglu(g: jax.Array, u: jax.Array, weight: jax.Array | None, limit: float, n
 
 
 def _block_size(pairs: int, experts: int) -> int:
-    """Rows per block: about an expert's fair share, a power of two from 8 to 256."""
-    size = 8
-    while size < 256 and size * experts < pairs:
-        size *= 2
-    return size
+    """Rows per block: an eighth more than an expert's fair share, so that most experts need one block of mostly real rows."""
+    share = -(-9 * pairs // (8 * experts))
+    return 8 if share <= 8 else min(-(-share // 32) * 32, 512)
 
 
 def _sort_by_expert(expert_p: jax.Array, experts: int, size: int) -> tuple[jax.Array, jax.Array, jax.Array]:

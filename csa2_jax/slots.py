@@ -96,7 +96,9 @@ def put_block(cache: Cache, row: jax.Array, start: jax.Array, block: Block) -> C
             place[1], place[2] = row, _in_pieces(a, entries, start // ratio)
             return lax.dynamic_update_slice(a, b, place)
 
-        kv, key = (jax.tree.map(put, old, new) for old, new in zip((pool.kv_GBPH, pool.key_GBPJ), block[name], strict=True))
+        kv, key = (
+            jax.tree.map(put, old, new) for old, new in zip((pool.kv_GBPH, pool.key_GBPJ), block[name], strict=True)
+        )
         pools[name] = dataclasses.replace(pool, kv_GBPH=kv, key_GBPJ=key)
     return dataclasses.replace(cache, pools=pools)
 

@@ -19,7 +19,7 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
 from csa2_jax import Cache, forward, init_cache
-from csa2_jax import model as model_module
+from csa2_jax import bound as door
 from csa2_jax.state import pool_name
 from tests import random_checkpoint as rc
 from tests.oracle import OracleModel
@@ -139,11 +139,11 @@ def test_first_token_runs_the_program_of_all_later_steps(name: str) -> None:
     feed = Feed.of(small)
     start = jax.tree.map(lambda a: (a.shape, a.dtype, a.weak_type), feed.cache)
     assert np.isfinite(feed.call(np.ones(BATCH, int))).all()
-    programs = model_module._jit_forward._cache_size()
+    programs = door._jit_forward._cache_size()
     for _ in range(6):
         assert np.isfinite(feed.call(np.ones(BATCH, int))).all()
         assert jax.tree.map(lambda a: (a.shape, a.dtype, a.weak_type), feed.cache) == start
-    assert model_module._jit_forward._cache_size() == programs
+    assert door._jit_forward._cache_size() == programs
 
 
 @both
@@ -367,14 +367,14 @@ def test_garbage_in_the_padding_reaches_nothing(name: str, monkeypatch: pytest.M
     """The door blanks padded tokens; here they are let through to the device, where they must not matter either."""
     small = SMALL[name]()
     feed, rng = Feed.of(small), np.random.default_rng(3)
-    checked = model_module.check_call
+    checked = door.check_call
 
     def with_garbage(config: Any, tokens: Any, *rest: Any) -> Any:
         clean, lengths, names = checked(config, tokens, *rest)
         garbage = rng.integers(0, config.vocab_size, clean.shape)
         return np.where(np.arange(clean.shape[1]) < lengths[:, None], clean, garbage).astype(np.int32), lengths, names
 
-    monkeypatch.setattr(model_module, "check_call", with_garbage)
+    monkeypatch.setattr(door, "check_call", with_garbage)
     counts = rng.integers(0, small.widths[-2] + 1, (4, BATCH))
     counts[1, :3] = 0, 1, 2
     for row in counts:

@@ -30,6 +30,7 @@ ROOMS = (
     ("cli",),
     (DOOR,),
     ("engine", "gates", "replay"),
+    ("slots", "prefixes"),
     ("recording",),
     ("generation", "prompt", "prompt_messages", "prompt_parse", "prompt_format"),
     ("prefilling", "decoding"),

@@ -230,9 +230,8 @@ def test_gathered_candidates_equal_masked_ones(tokens: int) -> None:
     keys = jnp.asarray(rng.standard_normal((2, 2, 64, 8)), jnp.float32)
     visible = rng.integers(0, 65, (2, tokens)).astype(np.int32)
     candidates = random_candidates(rng, 2, tokens, 16, 6)
-    args = (keys, 1, 7, 4)
-    (gathered,) = jax.jit(functools.partial(select_xla._select_gathered, *args))(q, w, visible, candidates)
-    masked = jax.jit(functools.partial(select_xla._select_dense, *args, 0))(q, w, visible, candidates)
+    (gathered,) = jax.jit(functools.partial(select_xla._select_gathered, keys, 1, 7, 4))(q, w, visible, candidates)
+    masked = jax.jit(functools.partial(select_xla._select_dense, keys, 1, 64, 7, 4, 0))(q, w, visible, candidates)
     np.testing.assert_array_equal(gathered, masked[0])
     assert (np.asarray(gathered) >= 0).mean() > 0.3
 
@@ -254,6 +253,35 @@ def test_index_select_in_blocks_equals_one_block(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(select_xla, "_KEY_CHUNK", 13)
     for found, expected in zip(both(), whole, strict=True):
         np.testing.assert_array_equal(found, expected)
+
+
+@pytest.mark.parametrize("tokens", [1, 3, 21])
+@pytest.mark.parametrize("heads", [4, 16])
+def test_index_select_on_a_prefix_equals_the_whole_pool(
+    monkeypatch: pytest.MonkeyPatch, tokens: int, heads: int
+) -> None:
+    """Contexts that end in every prefix and on their borders, heads in one group and in several."""
+    rng = np.random.default_rng(7)
+    q, w = (rng.standard_normal(shape).astype(np.float32) for shape in ((2, tokens, heads, 8), (2, tokens, heads)))
+    keys = rng.standard_normal((3, 2, 96, 8)).astype(np.float32)
+    assert select_xla.prefixes(96, 2) == [96]
+    cases = [
+        (np.full((2, tokens), n) - rng.integers(0, n + 1, (2, tokens)) // 3).astype(np.int32)
+        for n in (0, 7, 8, 9, 33, 96)
+    ]
+
+    def found() -> list[Any]:
+        call = jax.jit(lambda v: index_select(q, w, keys, 1, v, topk=5, block_size=4, make_candidates=3))
+        return [jax.tree.map(np.asarray, call(visible)) for visible in cases]
+
+    whole = found()
+    monkeypatch.setattr(select_xla, "_PREFIX", 8)
+    monkeypatch.setattr(select_xla, "_KEY_CHUNK", 6)
+    monkeypatch.setattr(select_xla, "_FEW_CHUNK", 7)
+    assert select_xla.prefixes(96, 2) == [8, 16, 32, 96]
+    for a, b in zip(found(), whole, strict=True):
+        np.testing.assert_array_equal(a[0], b[0])
+        np.testing.assert_array_equal(a[1], b[1])
 
 
 # --- compression --------------------------------------------------------------------------------------------------

@@ -1,12 +1,14 @@
 """Exact index selection in plain JAX: the reference, the CPU path and the fallback.
 
-Work goes in blocks of queries against chunks of keys, so that temporary memory is queries-in-a-block x P, whatever T is,
-and the cost follows the visible context: the key loop stops at the last chunk any query of the block can see.
+Work goes in blocks of queries against chunks of keys, so that temporary memory is queries-in-a-block x P, whatever T is. Cost
+follows the visible context and not the capacity: the key loop stops at the last chunk any query of the block can see, and what
+is done per entry of the pool (masks, top-k) is done on the shortest of a few prefixes that holds what is visible.
 """
 
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -19,8 +21,15 @@ from kernels_pallas.storage import Entries
 from kernels_pallas.tiling import map_query_blocks
 
 _KEY_CHUNK = 2048
+_FEW_CHUNK = 8192  # where few queries share a chunk
 _SCORE_ELEMENTS = 1 << 25  # scores held at once
-_GATHER_ELEMENTS = 1 << 24  # candidate key numbers gathered at once
+_GATHER_ELEMENTS = (
+    1 << 21
+)  # candidate key numbers gathered at once: what a core's cache holds (measured 66 ms against 138 at 2^24)
+_FEW = 8  # queries that are scored against all their keys at once
+_FEW_ELEMENTS = 1 << 26  # products of those, at most
+_HEADS = 8  # whose products are held at once
+_PREFIX = 4096  # the shortest
 
 
 def run(
@@ -38,21 +47,42 @@ def run(
 ) -> tuple[jax.Array, jax.Array | None]:
     """(selection_BTK, candidates_BTC or None); see the door."""
     del interpret
-    batch, tokens, _, width = q_BTIJ.shape
-    entries = storage.shape(keys_GBPJ)[2]
+    batch, tokens, heads, width = q_BTIJ.shape
+    groups, _, entries, _ = storage.shape(keys_GBPJ)
+    if groups == 1:
+        group = 0  # a constant place lets the compiler read the keys where they lie
     if candidates_BTC is not None:
         bound = (1 if tokens == 1 else 2) * candidates_BTC.shape[2] * block_size
         if entries > bound and entries % block_size == 0:
-            per_query = candidates_BTC.shape[2] * block_size * max(width, q_BTIJ.shape[2])
+            per_query = candidates_BTC.shape[2] * block_size * max(width, heads)
             select = functools.partial(_select_gathered, keys_GBPJ, group, topk, block_size)
             size = max(1, _GATHER_ELEMENTS // (per_query * batch))
             (selection_BTK,) = map_query_blocks(select, size, q_BTIJ, w_BTI, visible_BT, candidates_BTC)
             return selection_BTK, None
-    select = functools.partial(_select_dense, keys_GBPJ, group, topk, block_size, make_candidates)
-    size = max(1, min(128, _SCORE_ELEMENTS // (entries * batch)))
     rows = (q_BTIJ, w_BTI, visible_BT) + (() if candidates_BTC is None else (candidates_BTC,))
-    selection_BTK, *made = map_query_blocks(select, size, *rows)
+
+    def among_first(size: int) -> Callable[..., tuple[jax.Array, ...]]:
+        select = functools.partial(_select_dense, keys_GBPJ, group, size, topk, block_size, make_candidates)
+        queries = max(1, min(128, _SCORE_ELEMENTS // (size * batch)))
+        return lambda *rows: tuple(map_query_blocks(select, queries, *rows))
+
+    sizes = prefixes(entries, 2 if tokens <= _FEW else 4)
+    if len(sizes) == 1:
+        selection_BTK, *made = among_first(entries)(*rows)
+    else:
+        last = jnp.max(visible_BT)
+        which = sum((last > size).astype(jnp.int32) for size in sizes[:-1])
+        selection_BTK, *made = lax.switch(which, [among_first(size) for size in sizes], *rows)
     return selection_BTK, made[0] if made else None
+
+
+def prefixes(entries: int, step: int) -> list[int]:
+    """Lengths of the prefixes of a pool that programs exist for, each `step` times the one before, the whole last."""
+    sizes, size = [], _PREFIX
+    while size * step <= entries:  # a prefix that is nearly the whole saves nothing
+        sizes.append(size)
+        size *= step
+    return [*sizes, entries]
 
 
 def index_scores(
@@ -73,27 +103,36 @@ def _chunk_scores(
     chunk: int,
 ) -> jax.Array:
     """f32 [B, T, chunk] scores of entries start..start+chunk-1, no visibility applied."""
-    batch, tokens, heads, _ = q_BTIJ.shape
-    keys_BPJ = storage.chunk(keys_GBPJ, group, start, chunk).astype(q_BTIJ.dtype)
-    if tokens <= 8:  # one product over all heads reads the keys once
-        dots = _round(einsum("btij,bpj->btip", q_BTIJ, keys_BPJ), q_BTIJ.dtype)
-        terms = _round(jax.nn.relu(dots) * w_BTI.astype(jnp.float32)[..., None], q_BTIJ.dtype)
-        return _round(jnp.sum(terms, axis=2), q_BTIJ.dtype)
+    tokens, heads, dtype = *q_BTIJ.shape[1:3], q_BTIJ.dtype
+    keys_BPJ = storage.chunk(keys_GBPJ, group, start, chunk).astype(dtype)
+    w_BTI = w_BTI.astype(jnp.float32)
 
-    # Head by head: the [T, I, P] intermediate is never formed (measured 1.5 to 2 times faster on CPUs).
-    def add_head(head: jax.Array, total_BTP: jax.Array) -> jax.Array:
-        q_BTJ = lax.dynamic_index_in_dim(q_BTIJ, head, axis=2, keepdims=False)
-        w_BT = lax.dynamic_index_in_dim(w_BTI, head, axis=2, keepdims=False).astype(jnp.float32)
-        dots = _round(einsum("btj,bpj->btp", q_BTJ, keys_BPJ), q_BTIJ.dtype)
-        return total_BTP + _round(jax.nn.relu(dots) * w_BT[..., None], q_BTIJ.dtype)
+    # Heads are the outer axis of a product and are added one by one: the keys are read once for all of them, and no sum runs over
+    # an inner axis, which CPUs do slowly (measured 3.0 ms against 12.0 for one query and 65,536 entries).
+    def add_heads(total_BTP: jax.Array, q_BThJ: jax.Array, w_BTh: jax.Array) -> jax.Array:
+        if tokens > _FEW:  # as the product comes out of the rows below
+            q_BThJ = jnp.swapaxes(q_BThJ, 1, 2)
+        dots = _round(einsum("bxyj,bpj->bxyp", q_BThJ, keys_BPJ), dtype)
+        for head in range(w_BTh.shape[2]):
+            of_head = dots[:, head] if tokens > _FEW else dots[:, :, head]
+            total_BTP = total_BTP + _round(jax.nn.relu(of_head) * w_BTh[:, :, head, None], dtype)
+        return total_BTP
 
-    total_BTP = lax.fori_loop(0, heads, add_head, jnp.zeros((batch, tokens, chunk), jnp.float32))
-    return _round(total_BTP, q_BTIJ.dtype)
+    total_BTP = jnp.zeros((q_BTIJ.shape[0], tokens, chunk), jnp.float32)
+    if heads <= _HEADS or tokens <= _FEW or heads % _HEADS:
+        return _round(add_heads(total_BTP, q_BTIJ, w_BTI), dtype)
+
+    def some(i: jax.Array, total_BTP: jax.Array) -> jax.Array:
+        q_BThJ, w_BTh = (lax.dynamic_slice_in_dim(a, i * _HEADS, _HEADS, axis=2) for a in (q_BTIJ, w_BTI))
+        return add_heads(total_BTP, q_BThJ, w_BTh)
+
+    return _round(lax.fori_loop(0, heads // _HEADS, some, total_BTP), dtype)
 
 
 def _select_dense(
     keys_GBPJ: Entries,
     group: jax.Array | int,
+    entries: int,
     topk: int,
     block_size: int,
     make_candidates: int,
@@ -102,20 +141,22 @@ def _select_dense(
     visible_BT: jax.Array,
     candidates_BTC: jax.Array | None = None,
 ) -> tuple[jax.Array, ...]:
-    """Score every visible entry, mask to the candidates if there are any, and take the best."""
-    batch, tokens = visible_BT.shape
-    entries = storage.shape(keys_GBPJ)[2]
-    if entries <= _KEY_CHUNK:
+    """Score every visible one of the first `entries` entries, mask to the candidates if there are any, and take the best."""
+    batch, tokens, heads, _ = q_BTIJ.shape
+    chunk = _KEY_CHUNK if tokens > _FEW else _FEW_CHUNK
+    # Of a stack of one pool the keys are read where they lie; of several, in chunks, because a whole one would be copied.
+    in_place = tokens <= _FEW and storage.shape(keys_GBPJ)[0] == 1 and batch * tokens * heads * entries <= _FEW_ELEMENTS
+    if in_place or entries <= chunk:
         scores_BTP = _chunk_scores(q_BTIJ, w_BTI, keys_GBPJ, group, 0, entries)
     else:
 
         def score_chunk(i: jax.Array, scores_BTP: jax.Array) -> jax.Array:
             # The last chunk starts early rather than run over the end; it rewrites equal scores.
-            start = jnp.minimum(i * _KEY_CHUNK, entries - _KEY_CHUNK)
-            new = _chunk_scores(q_BTIJ, w_BTI, keys_GBPJ, group, start, _KEY_CHUNK)
+            start = jnp.minimum(i * chunk, entries - chunk)
+            new = _chunk_scores(q_BTIJ, w_BTI, keys_GBPJ, group, start, chunk)
             return lax.dynamic_update_slice(scores_BTP, new, (0, 0, start))
 
-        chunks = -(-jnp.max(visible_BT) // _KEY_CHUNK)
+        chunks = -(-jnp.max(visible_BT) // chunk)
         empty = jnp.full((batch, tokens, entries), -jnp.inf, jnp.float32)
         scores_BTP = lax.fori_loop(0, chunks, score_chunk, empty)
     position = jnp.arange(entries)
