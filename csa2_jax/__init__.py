@@ -18,16 +18,21 @@ if TYPE_CHECKING:
     from csa2_jax.bound import Bound, forward
     from csa2_jax.checkpoint import load_checkpoint
     from csa2_jax.config import ModelConfig
+    from csa2_jax.engine import Engine, Event
     from csa2_jax.generation import TokenEvent, draft, generate
     from csa2_jax.model import ForwardOutput, Model, init_model
     from csa2_jax.numerics import Numerics
     from csa2_jax.prefilling import prefill
+    from csa2_jax.sampling import Sampling
     from csa2_jax.state import Cache, init_cache
     from kernels_pallas import Unsupported
 
 # Name -> where it lives. Loaded on first use, so that `csa2 --help` and `csa2 inspect` start without JAX.
 _HOMES = {
     "Bound": "csa2_jax.bound",
+    "Engine": "csa2_jax.engine",
+    "Event": "csa2_jax.engine",
+    "Sampling": "csa2_jax.sampling",
     "Cache": "csa2_jax.state",
     "ForwardOutput": "csa2_jax.model",
     "Model": "csa2_jax.model",
@@ -47,10 +52,13 @@ _HOMES = {
 __all__ = [
     "Bound",
     "Cache",
+    "Engine",
+    "Event",
     "ForwardOutput",
     "Model",
     "ModelConfig",
     "Numerics",
+    "Sampling",
     "TokenEvent",
     "Unsupported",
     "draft",

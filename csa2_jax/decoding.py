@@ -79,6 +79,14 @@ class Decoder:
         """One token, or as many as are accepted, for every row with limit[b] > 0, at most limit[b] of them."""
         return self._verify(limit) if self.speculative else self._plain(limit)
 
+    def compile(self, width: int) -> None:
+        """Run a step of that many places for nobody."""
+        nobody = np.zeros(len(self.token), int)
+        if self.speculative:
+            self._verify(nobody, width)
+        else:
+            self._plain(nobody)
+
     def _plain(self, limit: np.ndarray) -> Made:
         live = (limit > 0).astype(np.int32)
         before = self.cache.lengths()
@@ -94,13 +102,13 @@ class Decoder:
         self.index = self.index + live
         return Made(ids[:, None], np.asarray(logprobs)[:, None], live.astype(int))
 
-    def _verify(self, limit: np.ndarray) -> Made:
+    def _verify(self, limit: np.ndarray, width: int = 0) -> Made:
         if self._pending is None:
             arrays = (self.token, self.index, self._rules)
             self._pending = speculative.begin(self.bound, self.cache, *arrays, self.banned, self.threshold)
             self._hopeful = np.asarray(self._pending.hopeful_B)
         wanted = int(np.where(limit > 0, np.minimum(self._hopeful, limit - 1), 0).max(initial=0)) + 1
-        width = next(w for w in speculative.widths(self.bound.config) if w >= wanted)
+        width = width or next(w for w in speculative.widths(self.bound.config) if w >= wanted)
         before = self.cache.lengths()
         limit = limit.astype(np.int32)
         cache, self._pending, made = speculative.advance(

@@ -28,7 +28,7 @@ from csa2_jax.layers import ParamFactory, RMSNorm
 from csa2_jax.numerics import Implementation, Numerics, WeightStorage, einsum
 from csa2_jax.residual import collapse, expand
 from csa2_jax.stack import Walk, Weights, stack_tails
-from csa2_jax.state import Cache, Flow, Pool, Step, make_pools, pool_name, write_windows
+from csa2_jax.state import Cache, Flow, Pool, Step, make_pools, pool_name, window_tail, write_windows
 from kernels_pallas import waiting_rows
 
 if TYPE_CHECKING:
@@ -132,6 +132,7 @@ class Model(nnx.Module):
         step = self._step(tokens_BT, cache, count_B)
         inside = capture if accept is None else capture | {"group_rows"}
         walk, ids_BU = self._walk(tokens_BT, cache, step, inside)
+        walk = dataclasses.replace(walk, undecided=accept is not None)
         flow = self._embed(tokens_BT, cache, capture)
         pools = cache.pools if cache is not None else self._transient_pools(tokens_BT)
         flow, pools, tails, captured = self.encode(walk, flow, pools)
@@ -146,12 +147,15 @@ class Model(nnx.Module):
         rows = captured.pop("group_rows", {})
         if cache is None:
             return ForwardOutput(logits, captured), None
+        tails |= decoder_tails
         if accept is not None:
             count_B, captured["accepted"] = accept(logits)
+            width = self.config.sliding_window
+            tails = {layer: window_tail(rows_BTH, count_B, width) for layer, rows_BTH in tails.items()}
             step = dataclasses.replace(step, count_B=count_B)
             pools = self._halves(cache, pools, rows, step)
         draft_rows = self._draft_rows(cache, step, flow, feed)
-        next_cache = self._next_cache(cache, step, pools, tails | decoder_tails, ids_BU)
+        next_cache = self._next_cache(cache, step, pools, tails, ids_BU)
         if draft_rows is not None:
             window = write_windows(cast("Entries", cache.draft_window_LBWH), draft_rows, step)
             next_cache = dataclasses.replace(next_cache, draft_window_LBWH=window)

@@ -58,6 +58,7 @@ class Walk:
     pools_shared: bool  # pools hold one group each: every FULL layer of a ratio uses group 0
     capture: frozenset[str]
     unroll: bool
+    undecided: bool = False  # how many tokens are real is known after the walk only: window tails are all their rows
 
     def segments(
         self, segments: Sequence[Segment], flow: Flow, pools: dict[str, Pool]
@@ -164,10 +165,13 @@ class Walk:
             self.capture,
         )
         out = seen | (
-            {} if self.window_LBWH is None else {"tail": window_tail(kv_BTH, step.count_B, config.sliding_window)}
+            {} if self.window_LBWH is None else {"tail": kv_BTH if self.undecided else self._window_tail(kv_BTH)}
         )
         flow = Flow(x_BTSD, pre_BTS, main_BTQD, shared.selection_BTK, shared.candidates_BTC)
         return flow, shared.pool, out
+
+    def _window_tail(self, kv_BTH: jax.Array) -> jax.Array:
+        return window_tail(kv_BTH, self.step.count_B, self.config.sliding_window)
 
     def _pool_slot(self, ids: dict[str, Any]) -> Any:
         """The compressor's place in its stack: the pool group, except where all pools share group 0."""

@@ -30,7 +30,7 @@ ROOMS = (
     ("cli",),
     (DOOR,),
     ("engine", "gates", "replay"),
-    ("slots", "prefixes"),
+    ("slots", "prefixes", "answers"),
     ("recording",),
     ("generation", "prompt", "prompt_messages", "prompt_parse", "prompt_format"),
     ("prefilling", "decoding"),
