@@ -101,6 +101,9 @@ class Engine:
         self.bound = model if isinstance(model, Bound) else Bound.of(model)
         self.tokenizer = tokenizer
         self.max_length, self.chunk = positive("max_length", max_length), positive("chunk", chunk)
+        longest = self.bound.config.max_position_embeddings
+        if self.max_length > longest:
+            raise ValueError(f"{max_length=} exceeds max_position_embeddings={longest}")
         self.sizes = _sizes(self.chunk)
         self.route: Route = decoder
         skipped_tokens(self.bound.config, np.zeros(1, int), _route(decoder), self.chunk)
@@ -279,10 +282,11 @@ class Engine:
         length, start = len(request.prompt), request.filled
         skip = self._skipped(request)
         full = start >= skip
-        count = min((length if full else skip) - start, self.chunk - start % self.chunk)  # pieces end where blocks do
+        block = self.prefixes.block
+        count = min((length if full else skip) - start, self.chunk, block - start % block)  # pieces end where blocks do
         logits = self._append(request.slot, request.prompt[start : start + count], count, full=full)
         request.filled += count
-        if request.filled % self.prefixes.block == 0 or request.filled == length:
+        if request.filled % block == 0 or request.filled == length:
             self._keep(request, request.prompt[: request.filled])
         if request.prefilling:
             return
@@ -395,7 +399,7 @@ class Engine:
 
     def _block(self) -> int:
         multiple = slots.block_multiple(self.bound.config.plan.ratios, self._steps.cache)
-        return -(-self.chunk // multiple) * multiple
+        return max(self.chunk // multiple, 1) * multiple
 
     def _capacity(self) -> int:
         """Room for whole blocks and for the drafts behind the last token."""
@@ -419,10 +423,9 @@ class Engine:
         cache, row = self._steps.cache, jnp.int32(0)
         lengths = cache.lengths()
         block = slots.cut_block(cache, row, jnp.int32(0), tokens=self.prefixes.block)
-        cache = slots.put_snapshot(
-            slots.put_block(cache, row, jnp.int32(0), block), row, slots.cut_snapshot(cache, row)
-        )
-        self._steps.cache = cache.with_mirror(lengths)
+        snapshot = slots.cut_snapshot(cache, row)
+        cache = slots.put_block(cache, row, jnp.int32(0), block)
+        self._steps.cache = slots.put_snapshot(cache, row, snapshot).with_mirror(lengths)
 
 
 def _sizes(chunk: int) -> tuple[int, ...]:

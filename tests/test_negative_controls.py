@@ -67,7 +67,7 @@ class Planted:
             (block, "collapse", self.collapse),
             (moe, "swiglu", self.swiglu),
             (Gate, "__call__", self.gate),
-            (compressor, "compress", self.compress),
+            (compressor, "compress_entries", self.compress),
         ):
             patch.setattr(owner, name, make(getattr(owner, name)))
 
@@ -152,7 +152,8 @@ class Planted:
 
     def compress(self, right: Any) -> Any:
         def call(c: Any, z: Any, *rest: Any, **kwargs: Any) -> Any:
-            return right(c, self.on("pooling weights", jnp.zeros_like(z), z), *rest, **kwargs)
+            z = None if z is None else self.on("pooling weights", jnp.zeros_like(z), z)
+            return right(c, z, *rest, **kwargs)
 
         return call
 

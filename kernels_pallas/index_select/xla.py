@@ -27,7 +27,7 @@ _GATHER_ELEMENTS = (
     1 << 21
 )  # candidate key numbers gathered at once: what a core's cache holds (measured 66 ms against 138 at 2^24)
 _FEW = 8  # queries that are scored against all their keys at once
-_FEW_ELEMENTS = 1 << 26  # products of those, at most
+_FEW_ELEMENTS = 1 << 19  # products of those, at most
 _HEADS = 8  # whose products are held at once
 _PREFIX = 4096  # the shortest
 
