@@ -16,7 +16,7 @@ import collections
 import dataclasses
 import functools
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Final, Literal
 
 import jax
@@ -186,7 +186,7 @@ class Engine:
             events, self._events = self._events, []
             return events
 
-    def stream(self, ticket: int) -> Iterator[Event]:
+    def stream(self, ticket: int) -> Generator[Event, None, None]:
         """Events of one request, stepping the engine; closing the iterator early cancels the request.
 
         Events of others that come meanwhile are kept for their own streams.

@@ -7,6 +7,7 @@ hold all layers of a kind in one array, so that a jitted step has few arguments 
 from __future__ import annotations
 
 import dataclasses
+import math
 import operator
 from collections.abc import Callable, Sequence
 from typing import Any, Literal, get_args
@@ -187,6 +188,30 @@ def init_cache(
         pools=make_pools(config, batch, max_length, storage),
         max_length=max_length,
     ).with_mirror(np.zeros(batch, np.int64))
+
+
+@dataclasses.dataclass(frozen=True)
+class CacheBytes:
+    """What a cache of one sequence takes, measured on its arrays."""
+
+    per_token: float  # of every further token
+    per_sequence: int  # of the sequence itself: windows, open groups, n-gram history, lengths
+    draft_windows: int  # of those, the draft head's
+
+
+def measure_cache(config: ModelConfig, storage: Storage = "packed") -> CacheBytes:
+    """Bytes of `init_cache`'s arrays, none of which is made."""
+    draft = config.num_nextn_predict_layers > 0
+    whole = math.lcm(*config.plan.ratios, 1) * max(config.candidate_block_size if config.has_candidates else 1, 1)
+    lengths = whole, 2 * whole  # whole groups in whole candidate blocks, so that no capacity is rounded up
+    long = dataclasses.replace(config, max_position_embeddings=max(2 * whole, config.max_position_embeddings))
+    caches = [jax.eval_shape(lambda n=n: init_cache(long, 1, n, storage, draft=draft)) for n in lengths]
+    small, large = (stored.nbytes(cache) for cache in caches)
+    return CacheBytes(
+        per_token=(large - small) / whole,
+        per_sequence=2 * small - large,
+        draft_windows=stored.nbytes(caches[0].draft_window_LBWH) if draft else 0,
+    )
 
 
 def _check_packable(config: ModelConfig) -> None:

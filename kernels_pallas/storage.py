@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -83,8 +84,8 @@ def shape(entries: Entries) -> tuple[int, int, int, int]:
     return g, b, p, math.prod(entries.shape[3:])
 
 
-def nbytes(entries: Entries) -> int:
-    """Bytes that stored entries take, also of abstract ones."""
+def nbytes(entries: Any) -> int:
+    """Bytes that stored entries take (or any arrays in a tree), also of abstract ones."""
     return sum(math.prod(a.shape) * a.dtype.itemsize for a in jax.tree.leaves(entries))
 
 

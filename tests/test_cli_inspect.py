@@ -140,6 +140,11 @@ def test_inspect_json_is_complete(capsys: pytest.CaptureFixture[str]) -> None:
         "bytes_per_token": 890.0,
         "window_bytes_per_sequence": 2_703_360,
         "draft_window_bytes_per_sequence": 528 * 128 * 3,
+        "measured": {
+            "bytes_per_token": 890.0,
+            "bytes_per_sequence": 528 * 128 * 43 + 3 * 2 * 512 * 4 + 5 * 4,  # windows, three open groups, small rows
+            "draft_window_bytes_per_sequence": 528 * 128 * 3,
+        },
     }
     assert [p["bytes_per_token"] for p in report["pools"]] == [178, 178, 178, 356]
     assert report["pools"][3]["readers"] == list(range(21, 40))

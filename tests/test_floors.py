@@ -29,6 +29,7 @@ ROOMS = (
     ("__main__",),
     ("cli",),
     (DOOR,),
+    ("conversation",),
     ("engine", "gates", "replay"),
     ("slots", "prefixes", "answers"),
     ("recording",),

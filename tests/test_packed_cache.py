@@ -11,6 +11,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from csa2_jax import ModelConfig, forward, init_cache, prefill
+from csa2_jax.cli import main
 from csa2_jax.state import pool_name
 from kernels_pallas import storage
 from tests import small_models
@@ -107,3 +108,13 @@ def test_released_cache_takes_890_bytes_a_token() -> None:
     assert storage.nbytes(small.window_LBWH) == 40 * 128 * 528
     assert storage.nbytes(small.window_LBWH) == storage.nbytes(large.window_LBWH)
     assert pool_name(2) in small.pools
+
+
+def test_inspect_reports_what_was_measured_on_the_arrays(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["inspect", "--config", str(small_models.RELEASED)]) == 0
+    constant = (
+        43 * 128 * 528 + 2 * 3 * 512 * 4 + 4 * (1 + 1 + 3)
+    )  # windows with the draft head's, open groups, three small rows
+    assert f"measured on the arrays of a packed cache: 890.0 bytes a token and {constant:,} bytes" in " ".join(
+        capsys.readouterr().out.split()
+    )

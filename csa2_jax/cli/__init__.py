@@ -17,6 +17,7 @@ from typing import Final
 COMMANDS: Final[dict[str, str]] = {
     "inspect": "show a model's plan, pools, bytes and parameters: as tables, JSON or a picture",
     "generate": "run a model on a prompt and stream what it says",
+    "chat": "talk with a model in the terminal",
     "check": "replay a recorded trace through the model and compare every quantity",
 }
 """Subcommand -> what it does; each lives in the module of its name in this package."""

