@@ -174,3 +174,43 @@ def test_speculation_without_a_draft_head_is_refused() -> None:
         generate(model().bound, [[1]], max_new_tokens=1, speculative=1.5)
     with pytest.raises(Unsupported, match="draft windows"):
         Decoder(model().bound, init_cache(model().config, 1, 16, "f32"), speculative=True)
+
+
+def test_greedy_tokens_are_equal_over_two_hundred_and_fifty_steps() -> None:
+    small = model()
+    prompts = [small.tokens()[b, :1].tolist() for b in range(2)]
+    with quick_compilation():
+        plain, drafted = (
+            [
+                (e.row, e.index, e.token)
+                for e in generate(small.bound, prompts, max_new_tokens=250, stop_at_eos=False, **how)
+            ]
+            for how in ({}, {"speculative": 0.0})
+        )
+    assert sorted(plain) == sorted(drafted)
+    assert len(plain) == 500
+
+
+def test_greedy_tokens_in_bf16_differ_only_where_two_logits_are_nearly_equal(record_property: Any) -> None:
+    """A forward over six tokens rounds otherwise than six forwards over one. Where the answers part, the two tokens' logits are
+    within 2 % of the logits' spread; the rate of parting is recorded."""
+    loaded = load_random(
+        MINI_KNOBS | {"draft_stages": 1, "encoder_ratios": (3,)}, fake_quant=True, compute_dtype="bfloat16"
+    )
+    bound, parted = Bound.of(loaded), 0
+    prompts = [model().tokens(seed=s)[0, :5].tolist() for s in range(4)]
+    with quick_compilation():
+        plain, drafted = (
+            list(generate(bound, prompts, max_new_tokens=40, stop_at_eos=False, storage="packed", **how))
+            for how in ({}, {"speculative": 0.0})
+        )
+        for row, prompt in enumerate(prompts):
+            a, b = ([e.token for e in events if e.row == row] for events in (plain, drafted))
+            at = next((i for i, (x, y) in enumerate(zip(a, b, strict=True)) if x != y), None)
+            if at is None:
+                continue
+            parted += 1
+            before = np.array([prompt + a[:at] + [0] * (45 - len(prompt) - at)])
+            logits = np.asarray(forward(bound, before, lengths_B=[len(prompt) + at], all_logits=False).logits)[0]
+            assert abs(logits[a[at]] - logits[b[at]]) < 0.02 * (logits.max() - logits.min())
+    record_property("answers that part", f"{parted} of {len(prompts)} in 40 tokens")
