@@ -10,7 +10,7 @@ from csa2_jax.tokenizer import TextStream
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
-Finish = Literal["eos", "length", "stop", "cancelled"]
+Finish = Literal["eos", "length", "stop", "cancelled", "error"]
 
 
 class Answer:

@@ -79,6 +79,10 @@ class Decoder:
         """One token, or as many as are accepted, for every row with limit[b] > 0, at most limit[b] of them."""
         return self._verify(limit) if self.speculative else self._plain(limit)
 
+    def reset(self, cache: Cache) -> None:
+        """Go on with another cache, whose rows are empty."""
+        self.cache, self._pending = cache, None
+
     def compile(self, width: int) -> None:
         """Run a step of that many places for nobody."""
         nobody = np.zeros(len(self.token), int)

@@ -13,8 +13,10 @@ reads another. What a request leaves behind is kept for requests that begin alik
 from __future__ import annotations
 
 import collections
+import contextlib
 import dataclasses
 import functools
+import signal
 import threading
 from collections.abc import Callable, Generator, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Final, Literal
@@ -110,8 +112,10 @@ class Engine:
         batch = positive("slots", slots)
         drafts = speculative is not False
         threshold = drafting.THRESHOLD if isinstance(speculative, bool) else float(speculative)
-        cache = init_cache(self.bound.config, batch, self._capacity(), storage, draft=drafts)
-        self._steps = Decoder(self.bound, cache, speculative=drafts, threshold=threshold)
+        self._new_cache = functools.partial(
+            init_cache, self.bound.config, batch, self._capacity(), storage, draft=drafts
+        )
+        self._steps = Decoder(self.bound, self._new_cache(), speculative=drafts, threshold=threshold)
         self.prefixes = PrefixStore(self._block(), prefix_bytes)
         self._waiting: collections.deque[_Request] = collections.deque()
         self._rows: list[_Request | None] = [None] * batch
@@ -178,11 +182,20 @@ class Engine:
         return self._steps.acceptance
 
     def step(self) -> list[Event]:
-        """One round for everybody; what it brought, in order of tickets."""
+        """One round for everybody; what it brought.
+
+        Ctrl-C waits until the round is over, because a round that is cut short loses the cache it consumed. If the device fails
+        in it, requests that were running end with `finished="error"` in the next step, the others go on, and the error is raised.
+        """
         with self._lock:
-            self._admit()
-            self._fill()
-            self._decode()
+            with _uninterrupted():
+                try:
+                    self._admit()
+                    self._fill()
+                    self._decode()
+                except Exception:
+                    self._recover()
+                    raise
             events, self._events = self._events, []
             return events
 
@@ -265,6 +278,16 @@ class Engine:
 
     # ---- a step ----
 
+    def _recover(self) -> None:
+        """After an error: a fresh cache if the old one is lost, and an end for the requests that had rows in it."""
+        cache = self._steps.cache
+        if not any(leaf.is_deleted() for leaf in jax.tree.leaves(cache)):
+            return
+        self._steps.reset(self._new_cache())
+        for request in [r for r in self._rows if r is not None]:
+            self._finish(request, "error")
+            self._events.append(Event(request.ticket, request.answer.made, None, None, None, "error"))
+
     def _admit(self) -> None:
         for slot, holder in enumerate(self._rows):
             if holder is None and self._waiting:
@@ -324,7 +347,7 @@ class Engine:
         self._requests.pop(request.ticket, None)
         if request.slot < 0:
             return
-        if why != "cancelled":
+        if why not in ("cancelled", "error"):
             held = int(self._steps.cache.lengths()[request.slot])
             self._keep(request, np.concatenate([request.prompt, np.array(request.fed, np.int32)])[:held])
         self._rows[request.slot] = None
@@ -426,6 +449,22 @@ class Engine:
         snapshot = slots.cut_snapshot(cache, row)
         cache = slots.put_block(cache, row, jnp.int32(0), block)
         self._steps.cache = slots.put_snapshot(cache, row, snapshot).with_mirror(lengths)
+
+
+@contextlib.contextmanager
+def _uninterrupted() -> Iterator[None]:
+    """Hold Ctrl-C back until the end of the block, in the thread that gets it."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    seen: list[tuple[int, Any]] = []
+    before = signal.signal(signal.SIGINT, lambda number, frame: seen.append((number, frame)))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+    if seen and callable(before):
+        before(*seen[0])
 
 
 def _sizes(chunk: int) -> tuple[int, ...]:

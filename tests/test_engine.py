@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import functools
+import signal
 from typing import Any
 
+import jax
 import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -151,8 +153,6 @@ def test_what_is_kept_stays_within_its_bytes() -> None:
 
 
 def _arrays(served: Engine) -> list[Any]:
-    import jax
-
     nodes = list(served.prefixes._all(served.prefixes.root))
     return [leaf for node in nodes for leaf in jax.tree.leaves((node.block, node.snapshot))]
 
@@ -315,6 +315,51 @@ def test_programs_are_no_more_than_buckets_and_all_compiled_by_warming_up() -> N
         served.submit([5], max_new_tokens=2)
         with pytest.raises(RuntimeError, match="without requests"):
             served.warm_up()
+
+
+def test_an_interrupt_waits_for_the_end_of_the_step() -> None:
+    """Ctrl-C in the middle of a step loses nothing, not the tokens of that step either."""
+    prompt = tuple(tokens(0, 10))
+    with quick_compilation():
+        served = engine()
+        ticket = served.submit(prompt, max_new_tokens=8, stop_at_eos=False)
+        fill, events = served._fill, []
+
+        def interrupted() -> None:
+            fill()
+            signal.raise_signal(signal.SIGINT)
+
+        served._fill = interrupted  # type: ignore[method-assign]
+        with pytest.raises(KeyboardInterrupt):
+            served.step()
+        served._fill = fill  # type: ignore[method-assign]
+        events += list(served.run())
+    assert ids([e for e in events if e.ticket == ticket]) == alone(prompt, 8)
+
+
+def test_a_failing_device_ends_what_was_running_and_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:
+    prompts = [tuple(tokens(s, 20)) for s in range(3)]
+    with quick_compilation():
+        served = engine(slots=2)
+        tickets = [served.submit(p, max_new_tokens=8, stop_at_eos=False) for p in prompts]
+        events = served.step()
+        events += served.step()
+        step = served._steps.step
+
+        def fails(limit: Any) -> Any:
+            step(limit)
+            for leaf in jax.tree.leaves(served._steps.cache):
+                leaf.delete()
+            raise RuntimeError("out of memory")
+
+        served._steps.step = fails  # type: ignore[method-assign]
+        with pytest.raises(RuntimeError, match="out of memory"):
+            events += served.run()
+        served._steps.step = step  # type: ignore[method-assign]
+        events += list(served.run())
+    found = collected(events)
+    assert [found[t][-1].finished for t in tickets] == ["error", "error", "length"]
+    assert ids(found[tickets[2]]) == alone(prompts[2], 8)
 
 
 def test_engine_tokens_are_those_of_generate() -> None:
