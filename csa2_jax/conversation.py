@@ -12,11 +12,14 @@ from typing import TYPE_CHECKING, Any
 
 from csa2_jax.engine import Engine
 from csa2_jax.prompt import CompletionStream, PromptError, encode_messages
-from csa2_jax.prompt_format import EOS
+from csa2_jax.prompt_format import ASSISTANT, BOS, EOS, SYSTEM, THINK, THINK_END, USER
 from csa2_jax.sampling import Sampling
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
+
+
+SPECIAL = (BOS, EOS, SYSTEM, USER, ASSISTANT, THINK, THINK_END)
 
 
 @dataclasses.dataclass
@@ -56,6 +59,9 @@ class Conversation:
         if engine.tokenizer is None:
             raise ValueError("a conversation needs an engine with a tokenizer")
         self.engine, self.tokenizer = engine, engine.tokenizer
+        split = [text for text in SPECIAL if len(encode(self.tokenizer, text)) != 1]
+        if split:
+            raise ValueError(f"the tokenizer has no single token for {split}: it belongs to another model")
         self.thinking_mode, self.effort = thinking_mode, effort
         self.sampling, self.max_new_tokens = sampling or Sampling(), max_new_tokens
         self.messages: list[dict[str, Any]] = []
@@ -69,10 +75,10 @@ class Conversation:
         return encode(self.tokenizer, prompt.text)
 
     def say(self, text: str) -> Generator[tuple[str, str], None, None]:
-        """Add a user message and stream the answer as (kind, text); kinds: reasoning, content, tool_call.
+        """Send a user message and stream the answer as (kind, text); kinds: reasoning, content, tool_call.
 
         The answer joins the messages when it ends, or as far as it came if the iterator is closed early. If the message cannot
-        be sent (too long, say), the error leaves the conversation as it was.
+        be sent (too long, say), the error leaves the conversation as it was. Nothing is sent before the iterator is asked.
         """
         self.messages.append({"role": "user", "content": text})
         try:
@@ -86,20 +92,25 @@ class Conversation:
             reused = self.engine.prefixes.reused_tokens
             limit = min(self.max_new_tokens, room)
             ticket = self.engine.submit(ids, max_new_tokens=limit, sampling=self.sampling)
-        except ValueError:
+        except BaseException:
             self.messages.pop()
             raise
-        return self._answer(ticket, len(ids), reused)
+        yield from self._answer(ticket, len(ids), reused)
 
     def retry(self) -> Generator[tuple[str, str], None, None]:
-        """Answer the last user message again, with another seed."""
+        """Answer the last user message again, with another seed; if that cannot be, everything stays as it is."""
         asked = [i for i, m in enumerate(self.messages) if m["role"] == "user"]
         if not asked:
             raise ValueError("there is no message to answer again")
+        before, sampling = list(self.messages), self.sampling
         text = self.messages[asked[-1]]["content"]
         del self.messages[asked[-1] :]
-        self.sampling = dataclasses.replace(self.sampling, seed=self.sampling.seed + 1)
-        return self.say(text)
+        self.sampling = dataclasses.replace(sampling, seed=sampling.seed + 1 if sampling.seed < 2**63 - 1 else 0)
+        try:
+            yield from self.say(text)
+        except Exception:
+            self.messages, self.sampling = before, sampling
+            raise
 
     def reset(self) -> None:
         """Forget all but the system message."""
@@ -111,27 +122,28 @@ class Conversation:
         started = first = time.perf_counter()
         broken = False
         try:
-            for event in self.engine.stream(ticket):
-                if event.token is not None:
-                    turn.tokens += 1
-                    now = time.perf_counter()
-                    if turn.tokens == 1:
-                        first, turn.first_token = now, now - started
-                        turn.reused_tokens = self.engine.prefixes.reused_tokens - reused_before
-                    turn.rest = now - first
-                turn.finished = event.finished or ""
-                text = (event.text or "") + (EOS if event.finished == "eos" else "")
-                pieces: Sequence[tuple[str, str]] = ()
-                if not broken:
-                    try:
-                        pieces = stream.feed(text)
-                    except PromptError as error:
-                        broken, turn.note = True, str(error)
-                if broken and text:
-                    pieces = [("content", text.removesuffix(EOS))]
-                for kind, piece in pieces:
-                    shown[kind] = shown.get(kind, "") + piece
-                    yield kind, piece
+            with self.engine.stream(ticket) as events:
+                for event in events:
+                    if event.token is not None:
+                        turn.tokens += 1
+                        now = time.perf_counter()
+                        if turn.tokens == 1:
+                            first, turn.first_token = now, now - started
+                            turn.reused_tokens = self.engine.prefixes.reused_tokens - reused_before
+                        turn.rest = now - first
+                    turn.finished = event.finished or ""
+                    text = (event.text or "") + (EOS if event.finished == "eos" else "")
+                    pieces: Sequence[tuple[str, str]] = ()
+                    if not broken:
+                        try:
+                            pieces = stream.feed(text)
+                        except PromptError as error:
+                            broken, turn.note = True, str(error)
+                    if broken and text:
+                        pieces = [("content", text.removesuffix(EOS))]
+                    for kind, piece in pieces:
+                        shown[kind] = shown.get(kind, "") + piece
+                        yield kind, piece
         finally:
             self.messages.append(_message(stream, shown, turn, broken))
 

@@ -18,6 +18,7 @@ from flax import nnx
 
 from csa2_jax import speculative
 from csa2_jax.bound import Bound, Structure
+from csa2_jax.calls import check_storage
 from csa2_jax.sampling import Rules, Sampling, draw, log_distribution
 from csa2_jax.speculative import Acceptance, without
 from csa2_jax.state import Cache
@@ -52,6 +53,7 @@ class Decoder:
             raise Unsupported(
                 "speculative=True needs a model with a draft head (num_nextn_predict_layers > 0) and a cache with draft windows"
             )
+        check_storage(bound.numerics.fake_quant, cache)
         batch = len(cache.lengths())
         self.bound, self.cache, self.speculative, self.threshold = bound, cache, speculative, float(threshold)
         self.banned = banned_token(bound)

@@ -13,12 +13,10 @@ reads another. What a request leaves behind is kept for requests that begin alik
 from __future__ import annotations
 
 import collections
-import contextlib
 import dataclasses
 import functools
-import signal
 import threading
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Final, Literal
 
 import jax
@@ -36,27 +34,13 @@ from csa2_jax.prefilling import Route, skipped_tokens
 from csa2_jax.prefixes import Node, PrefixStore
 from csa2_jax.sampling import Sampling
 from csa2_jax.state import Storage, init_cache, positive
+from csa2_jax.streams import Event, Stream, uninterrupted
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
 SMALLEST_PIECE: Final = 16
 _PIECE_STEP: Final = 4  # each size of piece is so many times the one below
-
-
-@dataclasses.dataclass(frozen=True)
-class Event:
-    """What a step brought a request: a token, the text that became certain with it, or its end.
-
-    token, logprob: None on an event that only ends (a cancellation). text: None without a tokenizer.
-    """
-
-    ticket: int
-    index: int
-    token: int | None
-    logprob: float | None
-    text: str | None
-    finished: Finish | None
 
 
 @dataclasses.dataclass
@@ -80,7 +64,7 @@ class Engine:
     Args:
         slots: rows that decode together. max_length: tokens a request may have, prompt and answer.
         storage: of the cache, see `init_cache`.
-        chunk: prompt tokens per piece, a power of 4 times 16; decoding rows wait for one piece at most.
+        chunk: prompt tokens per piece (shorter pieces are padded to 16, 64, ...); decoding rows wait for one piece at most.
         decoder: of prompts, see `prefill`.
         speculative: draft and verify (True, or the confidence drafts need); needs a draft head.
         prefix_bytes: how much to keep for requests that begin alike; 0 keeps nothing.
@@ -110,13 +94,13 @@ class Engine:
         self.route: Route = decoder
         skipped_tokens(self.bound.config, np.zeros(1, int), _route(decoder), self.chunk)
         batch = positive("slots", slots)
-        drafts = speculative is not False
-        threshold = drafting.THRESHOLD if isinstance(speculative, bool) else float(speculative)
+        drafts, threshold = drafting.requested(speculative)
         self._new_cache = functools.partial(
             init_cache, self.bound.config, batch, self._capacity(), storage, draft=drafts
         )
         self._steps = Decoder(self.bound, self._new_cache(), speculative=drafts, threshold=threshold)
-        self.prefixes = PrefixStore(self._block(), prefix_bytes)
+        block = self._block()
+        self.prefixes = PrefixStore(block, prefix_bytes if block <= self._capacity() else 0)
         self._waiting: collections.deque[_Request] = collections.deque()
         self._rows: list[_Request | None] = [None] * batch
         self._requests: dict[int, _Request] = {}
@@ -184,44 +168,20 @@ class Engine:
     def step(self) -> list[Event]:
         """One round for everybody; what it brought.
 
-        Ctrl-C waits until the round is over, because a round that is cut short loses the cache it consumed. If the device fails
-        in it, requests that were running end with `finished="error"` in the next step, the others go on, and the error is raised.
+        Ctrl-C waits until the round is over, because one that is cut short loses the cache it consumed. If a round fails, every
+        request that had a slot ends with `finished="error"` in the next step, waiting ones go on, and the error is raised.
         """
         with self._lock:
-            with _uninterrupted():
-                try:
-                    self._admit()
-                    self._fill()
-                    self._decode()
-                except Exception:
-                    self._recover()
-                    raise
+            self._round()
             events, self._events = self._events, []
             return events
 
-    def stream(self, ticket: int) -> Generator[Event, None, None]:
+    def stream(self, ticket: int) -> Stream:
         """Events of one request, stepping the engine; closing the iterator early cancels the request.
 
         Events of others that come meanwhile are kept for their own streams.
         """
-        finished = False
-        try:
-            while not finished:
-                mine = self._take(ticket)
-                if not mine:
-                    if ticket not in self._requests:
-                        raise ValueError(f"{ticket=} is unknown or was streamed to its end already")
-                    kept = self.step()
-                    with self._lock:
-                        self._events = kept + self._events
-                    continue
-                for event in mine:
-                    finished = finished or event.finished is not None
-                    yield event
-        finally:
-            if not finished:
-                self.cancel(ticket)
-                self._take(ticket)
+        return Stream(self, ticket)
 
     def run(self) -> Iterator[Event]:
         """Step until nothing is left to do."""
@@ -233,14 +193,19 @@ class Engine:
 
         Raises RuntimeError while requests are running.
         """
-        if self._requests:
-            raise RuntimeError("warm_up needs an engine without requests")
+        with self._lock:
+            if self._requests:
+                raise RuntimeError("warm_up needs an engine without requests")
+            return self._warm_up(on_progress)
+
+    def _warm_up(self, on_progress: Callable[[int, int], None] | None) -> int:
         jobs: list[Callable[[], Any]] = []
         for size in self.sizes:
             for full in (True, False) if self.route != "full" else (True,):
                 jobs.append(functools.partial(self._append, 0, np.zeros(size, np.int32), size, full=full))
         jobs += [self._warm_decoder(width) for width in self._widths()]
-        jobs.append(self._warm_slots)
+        if self.prefixes.limit > 0:
+            jobs.append(self._warm_slots)
         for done, job in enumerate(jobs, 1):
             job()
             if on_progress is not None:
@@ -273,20 +238,36 @@ class Engine:
         with self._lock:
             for ticket in list(self._requests):
                 self.cancel(ticket)
-            self._events.clear()
             self.prefixes.clear()
 
     # ---- a step ----
 
+    def _round(self) -> None:
+        with uninterrupted():
+            try:
+                self._admit()
+                self._fill()
+                self._decode()
+            except Exception:
+                self._recover()
+                raise
+
     def _recover(self) -> None:
-        """After an error: a fresh cache if the old one is lost, and an end for the requests that had rows in it."""
-        cache = self._steps.cache
-        if not any(leaf.is_deleted() for leaf in jax.tree.leaves(cache)):
-            return
+        """After an error nothing that a round touched is trusted: a fresh cache, and an end for the requests that had slots."""
         self._steps.reset(self._new_cache())
+        self.prefixes.clear()
         for request in [r for r in self._rows if r is not None]:
             self._finish(request, "error")
             self._events.append(Event(request.ticket, request.answer.made, None, None, None, "error"))
+
+    def next_events(self, ticket: int) -> list[Event]:
+        """Events of one request, by a round if none is there yet; none at all if the request is unknown or over."""
+        with self._lock:
+            mine = self.take(ticket)
+            while not mine and ticket in self._requests:
+                self._round()
+                mine = self.take(ticket)
+            return mine
 
     def _admit(self) -> None:
         for slot, holder in enumerate(self._rows):
@@ -309,13 +290,14 @@ class Engine:
         count = min((length if full else skip) - start, self.chunk, block - start % block)  # pieces end where blocks do
         logits = self._append(request.slot, request.prompt[start : start + count], count, full=full)
         request.filled += count
+        first = None
+        if not request.prefilling:
+            assert logits is not None
+            first = self._steps.start([request.slot], [request.sampling], logits)
         if request.filled % block == 0 or request.filled == length:
-            self._keep(request, request.prompt[: request.filled])
-        if request.prefilling:
-            return
-        assert logits is not None
-        ids, logprobs = self._steps.start([request.slot], [request.sampling], logits)
-        self._add(request, int(ids[0]), float(logprobs[0]))
+            self._keep(request.slot, request.prompt[: request.filled])
+        if first is not None:
+            self._add(request, int(first[0][0]), float(first[1][0]))
 
     def _decode(self) -> None:
         limit = np.array([0 if r is None or r.prefilling else r.answer.left for r in self._rows])
@@ -345,19 +327,20 @@ class Engine:
     def _finish(self, request: _Request, why: Finish) -> None:
         request.answer.finished = why
         self._requests.pop(request.ticket, None)
-        if request.slot < 0:
+        slot, request.slot = request.slot, -1
+        if slot < 0:
             return
+        self._rows[slot] = None
         if why not in ("cancelled", "error"):
-            held = int(self._steps.cache.lengths()[request.slot])
-            self._keep(request, np.concatenate([request.prompt, np.array(request.fed, np.int32)])[:held])
-        self._rows[request.slot] = None
-        request.slot = -1
+            held = int(self._steps.cache.lengths()[slot])
+            self._keep(slot, np.concatenate([request.prompt, np.array(request.fed, np.int32)])[:held])
 
-    def _take(self, ticket: int) -> list[Event]:
+    def take(self, ticket: int) -> list[Event]:
+        """Events of one request that are there already."""
         with self._lock:
             mine = [event for event in self._events if event.ticket == ticket]
             self._events = [event for event in self._events if event.ticket != ticket]
-        return mine
+            return mine
 
     # ---- rows ----
 
@@ -411,11 +394,11 @@ class Engine:
         far = np.array([1 << 30])
         return (1 << 30) - int(skipped_tokens(self.bound.config, far, self.route, 1)[0]) if self.route != "full" else 0
 
-    def _keep(self, request: _Request, tokens: np.ndarray) -> None:
+    def _keep(self, slot: int, tokens: np.ndarray) -> None:
         whole = -(-len(tokens) // self.prefixes.block) * self.prefixes.block
         if self.prefixes.limit <= 0 or len(tokens) == 0 or whole > self._steps.cache.max_length:
             return
-        cache, row = self._steps.cache, jnp.int32(request.slot)
+        cache, row = self._steps.cache, jnp.int32(slot)
         snapshot = slots.cut_snapshot(cache, row)
         cut = functools.partial(slots.cut_block, cache, row, tokens=self.prefixes.block)
         self.prefixes.add(tokens, lambda start: cut(jnp.int32(start)), snapshot, int(snapshot.decoder_from_B[0]))
@@ -449,22 +432,6 @@ class Engine:
         snapshot = slots.cut_snapshot(cache, row)
         cache = slots.put_block(cache, row, jnp.int32(0), block)
         self._steps.cache = slots.put_snapshot(cache, row, snapshot).with_mirror(lengths)
-
-
-@contextlib.contextmanager
-def _uninterrupted() -> Iterator[None]:
-    """Hold Ctrl-C back until the end of the block, in the thread that gets it."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    seen: list[tuple[int, Any]] = []
-    before = signal.signal(signal.SIGINT, lambda number, frame: seen.append((number, frame)))
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, before)
-    if seen and callable(before):
-        before(*seen[0])
 
 
 def _sizes(chunk: int) -> tuple[int, ...]:

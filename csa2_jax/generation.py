@@ -97,17 +97,15 @@ def generate(
     """
     sampling = Sampling(temperature, top_k, top_p, seed)
     tokens, lengths, needed = check_request(model.config, prompts, max_new_tokens=max_new_tokens, chunk=chunk)
-    drafts = speculative is not False
+    drafts, threshold = drafting.requested(speculative)
     if drafts and not model.config.num_nextn_predict_layers:
         raise Unsupported("speculative=True needs a draft head, but this model has num_nextn_predict_layers=0")
-    threshold = drafting.THRESHOLD if isinstance(speculative, bool) else float(speculative)
-    if not 0 <= threshold <= 1:
-        raise ValueError(f"{speculative=} must be True, False or a confidence from 0 to 1")
     capacity = min(bucket(needed, 128), model.config.max_position_embeddings)  # each length compiles anew
     cache = init_cache(model.config, len(tokens), capacity, storage, draft=drafts)
     bound = model if isinstance(model, Bound) else Bound.of(model)
     rows = [
-        dataclasses.replace(sampling, seed=(seed + row * _ROW_STRIDE) % 2**64 - 2**63) for row in range(len(tokens))
+        dataclasses.replace(sampling, seed=(sampling.seed + row * _ROW_STRIDE) % 2**64 - 2**63)
+        for row in range(len(tokens))
     ]
     steps = Decoder(bound, cache, speculative=drafts, threshold=threshold)
     return _generate(steps, tokens, lengths, rows, max_new_tokens, decoder, chunk, stop_at_eos)

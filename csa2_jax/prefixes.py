@@ -84,16 +84,18 @@ class PrefixStore:
             key = _key(piece)
             child = node.children.get(key)
             if child is None:
-                child = Node(start, piece, node, cut_block(start))
+                child = Node(start, piece.copy(), node, cut_block(start))  # not a view of the whole prompt
                 node.children[key] = child
                 self.nbytes += _nbytes(child.block)
             self._touch(child)
             node = child
         if node is self.root:
             return
-        if node.snapshot is None:
-            self.nbytes += _nbytes(snapshot)
-        node.snapshot, node.decoder_from = snapshot, decoder_from
+        if (
+            node.snapshot is None or decoder_from < node.decoder_from
+        ):  # one that has seen more of the decoder serves more prompts
+            self.nbytes += _nbytes(snapshot) - _nbytes(node.snapshot)
+            node.snapshot, node.decoder_from = snapshot, decoder_from
         self._shrink(keep=node)
 
     def clear(self) -> None:
@@ -102,7 +104,7 @@ class PrefixStore:
         self.nbytes = 0
 
     def __len__(self) -> int:
-        return sum(1 for _ in self._all(self.root))
+        return sum(1 for _ in self._all())
 
     def _along(self, tokens: np.ndarray) -> Iterator[Node]:
         """Nodes whose tokens `tokens` begin with: the whole blocks in order, and the leaves that end inside the next one."""
@@ -121,22 +123,29 @@ class PrefixStore:
     def _touch(self, node: Node) -> None:
         node.used = next(self._clock)
 
-    def _all(self, node: Node) -> Iterator[Node]:
-        for child in node.children.values():
-            yield child
-            yield from self._all(child)
+    def _all(self) -> Iterator[Node]:
+        """Every node but the root."""
+        nodes = list(self.root.children.values())
+        while nodes:
+            node = nodes.pop()
+            yield node
+            nodes += node.children.values()
 
     def _shrink(self, keep: Node) -> None:
-        """Drop leaves, the longest unused first, until the bytes fit; a chain in use goes last."""
+        """Drop what was unused longest until the bytes fit: leaves, and snapshots inside chains; the newest end goes last."""
+        last: Node | None = keep
         while self.nbytes > self.limit:
-            leaves = [n for n in self._all(self.root) if not n.children and n is not keep]
-            leaf = min(leaves, key=lambda n: n.used, default=keep if not keep.children else None)
-            if leaf is None or leaf.parent is None:
+            dear = [n for n in self._all() if n is not last and (not n.children or n.snapshot is not None)]
+            node = min(dear, key=lambda n: n.used, default=last)
+            if node is None:
                 return
-            self.nbytes -= _nbytes(leaf.block) + (0 if leaf.snapshot is None else _nbytes(leaf.snapshot))
-            del leaf.parent.children[_key(leaf.tokens)]
-            if leaf is keep:
-                return
+            if node is last:
+                last = None  # the chain alone is too long: it goes from its end on
+            self.nbytes -= _nbytes(node.snapshot)
+            node.snapshot = None
+            if not node.children and node.parent is not None:
+                self.nbytes -= _nbytes(node.block)
+                del node.parent.children[_key(node.tokens)]
 
 
 def _key(tokens: np.ndarray) -> bytes:

@@ -49,6 +49,8 @@ class Sampling:
         whole = isinstance(self.seed, int | np.integer) and not isinstance(self.seed, bool)
         if not whole or not -(2**63) <= self.seed < 2**63:
             raise ValueError(f"seed={self.seed!r} must be a whole number of 64 bits")
+        object.__setattr__(self, "seed", int(self.seed))  # NumPy's integers overflow where Python's do not
+        object.__setattr__(self, "top_k", int(self.top_k))
 
 
 @jax.tree_util.register_dataclass

@@ -61,9 +61,13 @@ def widths(config: ModelConfig) -> tuple[int, ...]:
     return tuple(sorted({1, (block + 2) // 2, block + 1}))
 
 
-def can_draft(bound: Bound) -> bool:
-    """Whether the model has a draft head."""
-    return bound.draft is not None
+def requested(speculative: bool | float) -> tuple[bool, float]:
+    """(whether to draft, the confidence that drafts need) of an argument that is True, False or that confidence."""
+    if isinstance(speculative, bool | np.bool_):
+        return bool(speculative), THRESHOLD
+    if not isinstance(speculative, int | float) or not 0 <= speculative <= 1:
+        raise ValueError(f"{speculative=} must be True, False or a confidence from 0 to 1")
+    return True, float(speculative)
 
 
 def begin(

@@ -130,7 +130,7 @@ def make_pools(
     """Empty pools. `one_group` keeps a single pool per ratio, enough where no later call reads it."""
     pools = {}
     # What a TPU fetches is 512 bytes, which hold the scales of 128 index keys: there capacities are multiples of that.
-    units = storage == "packed" and jax.default_backend() == "tpu"
+    units = storage == "packed" and jax.default_backend() == "tpu" and _in_units(config)
     for ratio in config.plan.ratios:
         groups = 1 if one_group else len(config.plan.pool_layers(ratio))
         entries = pool_capacity(config, ratio, max_length)
@@ -146,6 +146,12 @@ def make_pools(
         half = (2, groups, batch, ratio - 1, config.head_dim)
         pools[pool_name(ratio)] = Pool(kv, key, jnp.zeros(half, jnp.float32) if ratio > 1 else None)
     return pools
+
+
+def _in_units(config: ModelConfig) -> bool:
+    """Whether codes and scales of all entries divide the 512 bytes that a TPU fetches at once."""
+    widths = ((config.head_dim, formats.MAIN), (config.index_head_dim, formats.INDEX))
+    return all(stored.UNIT % size == 0 for width, fmt in widths for size in (width // 2, width // fmt.group))
 
 
 def init_cache(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import os
 from collections.abc import Sequence
 from pathlib import Path
@@ -14,6 +15,7 @@ if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
 RELEASED_VOCABULARY = 129280
+_V41_NAMES = {128799: "<｜System｜>", 129264: "<｜deepseek_image｜>"}
 _CONTEXT = 8  # tokens kept before the one whose text is wanted
 
 
@@ -37,7 +39,8 @@ def find_tokenizer(directory: str | os.PathLike[str], config: ModelConfig) -> To
     path = tokenizer_file(directory, config)
     if path is None:
         return None
-    tokenizer = read_tokenizer(path)
+    beside = path.parent.resolve() == Path(directory).resolve()
+    tokenizer = read_tokenizer(path) if beside else _renamed(path)
     tokens = tokenizer.get_vocab_size(with_added_tokens=True)
     if tokens > config.vocab_size:
         raise ValueError(
@@ -54,6 +57,16 @@ def read_tokenizer(path: Path) -> Tokenizer:
         return Tokenizer.from_file(str(path))
     except Exception as error:  # the library raises bare Exception
         raise ValueError(f"{path} is not a tokenizer: {error}") from None
+
+
+def _renamed(path: Path) -> Tokenizer:
+    """The tokenizer of DeepSeek-V4, which the package ships, with the two added tokens that V4.1 calls otherwise."""
+    from tokenizers import Tokenizer
+
+    content = json.loads(path.read_text(encoding="utf-8"))
+    for token in content["added_tokens"]:
+        token["content"] = _V41_NAMES.get(token["id"], token["content"])
+    return Tokenizer.from_str(json.dumps(content))
 
 
 class TextStream:

@@ -108,6 +108,8 @@ def in_rows(a: jax.Array) -> jax.Array:
 def to_units(a: jax.Array) -> jax.Array:
     """uint8 [G, B, P, X] in units of 512 bytes, [G, B, P X / 512, 4, 128]; ValueError where P X is no multiple of 512."""
     g, b, p, x = a.shape
+    if UNIT % x:
+        raise ValueError(f"entries of {x} bytes do not divide units of {UNIT} bytes: hold them without units")
     if p * x % UNIT:
         raise ValueError(f"{p} entries of {x} bytes are no whole number of units of {UNIT} bytes")
     return a.reshape(g, b, p * x // UNIT, 4, LANES)

@@ -221,13 +221,24 @@ def poisoned(config: ModelConfig, cache: Cache) -> Cache:
             if pool.half_YGBMH is None
             else jax.numpy.stack([fill(half, length % ratio) for half in pool.half_YGBMH]),
         )
-    # A window that is not full yet is filled from slot 0.
+    # A window that is not full yet is filled from slot 0; the decoder's hold nothing of tokens that passed the encoder alone.
+    window = fill(cache.window_LBWH, np.minimum(length, width))
+    slot = np.arange(width)
+    held_BW = length[:, None] - 1 - (length[:, None] - 1 - slot) % width  # the last position that went into each slot
+    unseen_BW = held_BW < np.asarray(cache.decoder_from_B)[:, None]
+    window = jax.tree.map(lambda a: _poison_decoder(a, unseen_BW, config.plan.decoder_start), window)
     return dataclasses.replace(
         cache,
-        window_LBWH=fill(cache.window_LBWH, np.minimum(length, width)),
+        window_LBWH=window,
         draft_window_LBWH=fill(cache.draft_window_LBWH, np.minimum(length, width)),
         pools=pools,
     )
+
+
+def _poison_decoder(a: Any, unseen_BW: np.ndarray, decoder_start: int) -> Any:
+    layers = np.arange(a.shape[0]) >= decoder_start
+    nan = np.uint8(0xFF) if a.dtype == np.uint8 else np.float32(np.nan)
+    return jax.numpy.asarray(np.where((layers[:, None, None] & unseen_BW)[..., None], nan, np.asarray(a)))
 
 
 def relative_error(found: np.ndarray, expected: np.ndarray) -> float:

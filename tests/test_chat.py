@@ -93,7 +93,9 @@ def test_an_answer_cut_short_is_kept_as_far_as_it_came() -> None:
 def test_a_message_that_does_not_fit_leaves_the_conversation_alone() -> None:
     talk = conversation()
     with pytest.raises(ValueError, match="--max-length"):
-        talk.say("x" * 300)
+        list(talk.say("x" * 300))
+    assert talk.messages == []
+    talk.say("never asked for").close()
     assert talk.messages == []
 
 
@@ -104,7 +106,7 @@ def test_retry_answers_the_same_message_with_another_seed() -> None:
     assert [m["role"] for m in talk.messages] == ["user", "assistant"]
     assert first != again
     with pytest.raises(ValueError, match="no message"):
-        conversation().retry()
+        list(conversation().retry())
 
 
 def session(*lines: str, **options: Any) -> tuple[str, Conversation]:
@@ -156,6 +158,8 @@ def test_terminal_commands_do_what_help_says(tmp_path: Path) -> None:
         ("/save", "name of a file"),
         ("/load /no/such/file", "No such file"),
         ("/retry", "no message"),
+        ("/[/x]", "/[/x] is no command"),
+        ("/load [/b]", "No such file"),
     ],
 )
 def test_terminal_tells_what_is_wrong_and_goes_on(line: str, words: str) -> None:

@@ -1,6 +1,10 @@
 """What the compiler is given: few arguments, one body per kind of group, caches updated in place."""
 
 import dataclasses
+import os
+import subprocess
+import sys
+from pathlib import Path
 
 import jax
 import numpy as np
@@ -90,3 +94,42 @@ def test_caches_are_updated_in_place_and_memory_does_not_follow_the_pool():
     # Beyond a constant, only the f32 score row of one query and what sorting it takes may grow with the pool.
     grown = temporary[1 << 20] - temporary[1 << 16]
     assert grown <= 3 * 4 * ((1 << 20) - (1 << 16))
+
+
+_ONE_STEP = """
+import jax, jax.monitoring, numpy as np
+from tests.small_models import mini
+from csa2_jax import forward, init_cache
+jax.config.update("jax_disable_most_optimizations", True)
+model = mini()
+found = []
+jax.monitoring.register_event_listener(lambda event, **_: found.append(event))
+forward(model, np.ones((1, 1), int), init_cache(model.config, 1, 8, "f32"))
+print(sum(e.endswith("cache_hits") for e in found), sum(e.endswith("cache_misses") for e in found))
+"""
+
+
+def test_a_new_process_finds_compiled_programs_in_the_persistent_cache(tmp_path: Path) -> None:
+    """The same step in two processes: the second compiles nothing."""
+    root = Path(__file__).resolve().parent.parent
+    settings = {
+        "JAX_COMPILATION_CACHE_DIR": str(tmp_path),
+        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+        "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
+        "PYTHONPATH": str(root),
+    }
+    told = []
+    for _ in range(2):
+        done = subprocess.run(
+            [sys.executable, "-c", _ONE_STEP],
+            cwd=root,
+            env=os.environ | settings,
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        assert done.returncode == 0, done.stderr
+        told.append([int(n) for n in done.stdout.split()])
+    (_, first_misses), (second_hits, second_misses) = told
+    assert first_misses > 0
+    assert (second_hits > 0, second_misses) == (True, 0)

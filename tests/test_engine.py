@@ -17,6 +17,7 @@ from tokenizers.models import WordLevel
 
 from csa2_jax import Bound, Engine, Sampling, generate
 from csa2_jax.engine import Event
+from csa2_jax.prefixes import PrefixStore
 from tests import small_models
 from tests.small_models import MINI_KNOBS, Small, load_random, poisoned, quick_compilation
 
@@ -153,7 +154,7 @@ def test_what_is_kept_stays_within_its_bytes() -> None:
 
 
 def _arrays(served: Engine) -> list[Any]:
-    nodes = list(served.prefixes._all(served.prefixes.root))
+    nodes = list(served.prefixes._all())
     return [leaf for node in nodes for leaf in jax.tree.leaves((node.block, node.snapshot))]
 
 
@@ -224,6 +225,8 @@ def test_stream_yields_one_request_and_cancels_it_when_closed_early() -> None:
         assert ids(list(served.stream(second))) == alone(prompts[1], 8)
         with pytest.raises(ValueError, match="unknown"):
             next(served.stream(first))
+        third = served.stream(served.submit(prompts[0], max_new_tokens=8))
+        third.close()  # before it was asked for anything
     assert not served.busy
 
 
@@ -265,6 +268,8 @@ def idle() -> Engine:
         ({"chunk": 0}, "chunk=0"),
         ({"decoder": "half"}, "'half'"),
         ({"storage": "int8"}, "storage='int8'"),
+        ({"speculative": 5.0}, "confidence from 0 to 1"),
+        ({"speculative": None}, "confidence from 0 to 1"),
     ],
 )
 def test_engines_that_cannot_be_are_refused(wrong: dict[str, Any], words: str) -> None:
@@ -278,6 +283,70 @@ def word_tokenizer() -> Tokenizer:
     tokenizer = Tokenizer(WordLevel({chr(0x4E00 + i): i for i in range(size)}, unk_token=chr(0x4E00)))
     tokenizer.decoder = Fuse()
     return tokenizer
+
+
+def test_packed_engine_of_a_model_without_roundings_is_refused() -> None:
+    with pytest.raises(ValueError, match="fake_quant=False"):
+        Engine(model().bound, storage="packed", max_length=LONG)
+
+
+@pytest.mark.parametrize("where", ["fill", "start", "keep"])
+def test_whatever_fails_in_a_step_no_wrong_token_comes(where: str) -> None:
+    """The requests with slots end in error, the waiting one gets its tokens, and slots are free again."""
+    prompts = [tuple(tokens(s, 20)) for s in range(3)]
+    with quick_compilation():
+        served = engine(slots=2)
+        tickets = [served.submit(p, max_new_tokens=8, stop_at_eos=False) for p in prompts]
+        owner, name = {"fill": (served, "_append"), "start": (served._steps, "start"), "keep": (served, "_keep")}[where]
+        right = getattr(owner, name)
+
+        def fails(*args: Any, **kwargs: Any) -> Any:
+            raise RuntimeError("device")
+
+        setattr(owner, name, fails)
+        events: list[Event] = []
+        with pytest.raises(RuntimeError, match="device"):
+            events += served.run()
+        setattr(owner, name, right)
+        events += list(served.run())
+    found = collected(events)
+    assert [found[t][-1].finished for t in tickets] == ["error", "error", "length"]
+    assert all(e.finished is None for t in tickets for e in found[t][:-1])
+    assert ids(found[tickets[2]]) == alone(prompts[2], 8)
+    assert not served.busy
+
+
+def test_numpy_seeds_are_seeds() -> None:
+    prompt = tuple(tokens(0, 9))
+    with quick_compilation():
+        served = engine()
+        pair = [served.submit(prompt, max_new_tokens=5, sampling=Sampling(1.0, seed=s)) for s in (np.int64(5), 5)]  # type: ignore[arg-type]
+        found = collected(served.run())
+    assert [e.token for e in found[pair[0]]] == [e.token for e in found[pair[1]]]
+
+
+def test_a_long_chain_stays_within_its_bytes_and_keeps_its_end() -> None:
+    """One conversation that grows: its blocks share, old snapshots go first, the newest end can be found."""
+    block, limit, snapshot, whole = (
+        np.zeros(10, np.uint8),
+        3000,
+        np.zeros(200, np.uint8),
+        np.arange(1600, dtype=np.int32),
+    )
+    store = PrefixStore(4, limit)
+    for end in range(4, 401, 4):
+        store.add(whole[:end], lambda start: block, snapshot, 0)
+        assert store.nbytes <= limit
+        found = store.find(whole[: end + 1], lambda node: True)
+        assert found is not None
+        assert found.end == end
+    for end in range(804, 1601, 16):  # blocks alone pass the limit: nothing is kept beyond it, and nothing breaks
+        store.add(whole[:end], lambda start: block, snapshot, 0)
+        assert store.nbytes <= limit
+    deep = PrefixStore(1, 1 << 30)
+    deep.add(whole, lambda start: block, snapshot, 0)
+    assert len(deep) == 1600
+    assert deep.nbytes == 1600 * 10 + 200
 
 
 def test_stop_strings_end_an_answer_and_are_not_part_of_it() -> None:

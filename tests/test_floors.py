@@ -31,7 +31,7 @@ ROOMS = (
     (DOOR,),
     ("conversation",),
     ("engine", "gates", "replay"),
-    ("slots", "prefixes", "answers"),
+    ("streams", "slots", "prefixes", "answers"),
     ("recording",),
     ("generation", "prompt", "prompt_messages", "prompt_parse", "prompt_format"),
     ("prefilling", "decoding"),

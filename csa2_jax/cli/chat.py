@@ -75,6 +75,8 @@ def main(
         raise ValueError(f"{model} has no tokenizer.json, and chat needs one: put the model's tokenizer.json there")
     if storage == "packed" and not fake_quant:
         raise ValueError("--storage packed keeps rounded numbers and needs --fake-quant")
+    if load is not None and system is not None:
+        raise ValueError("--load brings its own system message: give either --load or --system")
     drafts = bool(config.num_nextn_predict_layers) if speculative is None else speculative
     level: Any = int(effort) if effort is not None and effort.isdigit() else effort
     history = None if load is None else read_history(load)
@@ -90,7 +92,7 @@ def main(
     engine = Engine(
         loaded,
         slots=1,
-        max_length=min(max_length or 32768, config.max_position_embeddings),
+        max_length=min(32768, config.max_position_embeddings) if max_length is None else max_length,
         storage=storage or ("packed" if fake_quant else None),
         speculative=drafts,
         tokenizer=tokenizer,
@@ -146,8 +148,10 @@ class Terminal:
             try:
                 if line and self._line(line):
                     return 0
-            except (ValueError, OSError) as error:
-                self.console.print(f"[red]{type(error).__name__}:[/] {error}", markup=True)
+            except KeyboardInterrupt:
+                self.console.print("\n[dim]Ctrl-D or /exit leaves[/]")
+            except Exception as error:  # whatever it was, the conversation goes on
+                self._say(f"{type(error).__name__}: {error}", "red")
 
     def _line(self, line: str) -> bool | None:
         if not line.startswith("/"):
@@ -173,8 +177,12 @@ class Terminal:
         if turn.finished == "length":
             self.console.print("[yellow]the answer reached its length limit[/]")
         if turn.note:
-            self.console.print(f"[yellow]the answer does not follow the format:[/] {turn.note}", markup=True)
-        self.console.print(f"[dim]{self._summary()}[/]")
+            self._say(f"the answer does not follow the format: {turn.note}", "yellow")
+        self._say(self._summary(), "dim")
+
+    def _say(self, text: str, style: str) -> None:
+        """A line that may hold anything."""
+        self.console.print(text, style=style, markup=False)
 
     def _summary(self) -> str:
         turn, acceptance = self.conversation.turn, self.conversation.engine.acceptance
@@ -214,7 +222,7 @@ class Terminal:
         beside = path.with_name(path.name + ".part")
         beside.write_text(json.dumps(self.conversation.messages, ensure_ascii=False, indent=1) + "\n", encoding="utf-8")
         beside.replace(path)  # whole or not at all
-        self.console.print(f"[dim]{len(self.conversation.messages)} messages in {path}[/]")
+        self._say(f"{len(self.conversation.messages)} messages in {path}", "dim")
 
     def _load(self, text: str) -> None:
         self.conversation.messages = read_history(Path(text))

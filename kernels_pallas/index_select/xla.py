@@ -66,7 +66,9 @@ def run(
         queries = max(1, min(128, _SCORE_ELEMENTS // (size * batch)))
         return lambda *rows: tuple(map_query_blocks(select, queries, *rows))
 
-    sizes = prefixes(entries, 2 if tokens <= _FEW else 4)
+    # Each length is a program of its own, and compilers of accelerators take seconds for a long top-k.
+    step = 8 if jax.default_backend() != "cpu" else 2 if tokens <= _FEW else 4
+    sizes = prefixes(entries, step)
     if len(sizes) == 1:
         selection_BTK, *made = among_first(entries)(*rows)
     else:
