@@ -156,6 +156,7 @@ def tokens_at(position: int, batch: int = 1, tokens: int = WIDTH) -> Step:
         count_B=jnp.full(batch, tokens),
         position_BT=where,
         first_BT=jnp.zeros((batch, tokens), jnp.int32),
+        decoder_first_BT=jnp.zeros((batch, tokens), jnp.int32),
         image_BT=None,
         rope_window=rope.table(where, rope.layer_frequencies(config(), reads_pool=False)),
         rope_pool=rope.table(where, rope.layer_frequencies(config(), reads_pool=True)),
@@ -195,7 +196,7 @@ def compressed(what: str, ratio: int) -> Any:
     module = Compressor(config(), ratio, ParamFactory(F32, False), stack=())
     set_weight(module.wkv, rows_of_basis(64))
     set_weight(module.wk, np.eye(32, dtype=np.float32))
-    pool = make_pools(config(), WIDTH, 16, F32)[pool_name(ratio)]
+    pool = make_pools(config(), WIDTH, 16, "f32")[pool_name(ratio)]
     x = jnp.broadcast_to(rows_of_basis(64)[:, None], (WIDTH, ratio, 64))
     pool, _ = module(x, pool, 0, tokens_at(POSITION, WIDTH, ratio), config(), NUMERICS)
     return (pool.kv_GBPH if what == "kv" else pool.key_GBPJ)[0, :, POSITION // ratio]
