@@ -22,6 +22,7 @@ from csa2_jax.indexer import Indexer
 from csa2_jax.layers import ParamFactory
 from csa2_jax.numerics import Numerics
 from csa2_jax.state import Step, make_pools, pool_name
+from kernels_pallas import storage
 from tests import random_checkpoint as rc
 from tests.golden_sets import load_trace, materialise
 
@@ -199,7 +200,7 @@ def compressed(what: str, ratio: int) -> Any:
     pool = make_pools(config(), WIDTH, 16, "f32")[pool_name(ratio)]
     x = jnp.broadcast_to(rows_of_basis(64)[:, None], (WIDTH, ratio, 64))
     pool, _ = module(x, pool, 0, tokens_at(POSITION, WIDTH, ratio), config(), NUMERICS)
-    return (pool.kv_GBPH if what == "kv" else pool.key_GBPJ)[0, :, POSITION // ratio]
+    return storage.unpack(pool.kv_GBPH if what == "kv" else pool.key_GBPJ)[0, :, POSITION // ratio]
 
 
 def index_query(monkeypatch: pytest.MonkeyPatch) -> Any:
