@@ -27,7 +27,7 @@ _GATHER_ELEMENTS = (
     1 << 21
 )  # candidate key numbers gathered at once: what a core's cache holds (measured 66 ms against 138 at 2^24)
 _FEW = 8  # queries that are scored against all their keys at once
-_FEW_ELEMENTS = 1 << 19  # products of those, at most
+_FEW_ELEMENTS = 5 << 17  # products of those, at most
 _HEADS = 8  # whose products are held at once
 _PREFIX = 4096  # the shortest
 
@@ -112,12 +112,12 @@ def _chunk_scores(
     # Heads are the outer axis of a product and are added one by one: the keys are read once for all of them, and no sum runs over
     # an inner axis, which CPUs do slowly (measured 3.0 ms against 12.0 for one query and 65,536 entries).
     def add_heads(total_BTP: jax.Array, q_BThJ: jax.Array, w_BTh: jax.Array) -> jax.Array:
-        if tokens > _FEW:  # as the product comes out of the rows below
-            q_BThJ = jnp.swapaxes(q_BThJ, 1, 2)
-        dots = _round(einsum("bxyj,bpj->bxyp", q_BThJ, keys_BPJ), dtype)
+        if tokens > _FEW:  # many rows: as the product comes out of them
+            dots = _round(einsum("bitj,bpj->bitp", jnp.swapaxes(q_BThJ, 1, 2), keys_BPJ), dtype)
+        else:  # few: twice as fast in this order (measured 3.4 ms against 7.1 for one query and 65,536 entries)
+            dots = _round(einsum("btij,bpj->bitp", q_BThJ, keys_BPJ), dtype)
         for head in range(w_BTh.shape[2]):
-            of_head = dots[:, head] if tokens > _FEW else dots[:, :, head]
-            total_BTP = total_BTP + _round(jax.nn.relu(of_head) * w_BTh[:, :, head, None], dtype)
+            total_BTP = total_BTP + _round(jax.nn.relu(dots[:, head]) * w_BTh[:, :, head, None], dtype)
         return total_BTP
 
     total_BTP = jnp.zeros((q_BTIJ.shape[0], tokens, chunk), jnp.float32)
