@@ -202,7 +202,7 @@ class Soak:
         if tokens != expected[: len(tokens)] or (whole and len(tokens) != len(expected)):
             self.counts.wrong += 1
             at = next((i for i, (a, b) in enumerate(zip(tokens, expected, strict=False)) if a != b), "its end")
-            print(f"WRONG: {len(key[0])} prompt tokens, at {at}: {tokens} and not {expected}", flush=True)
+            print(f"WRONG: {len(key[0])} prompt tokens, {key[2]}, at {at}: {tokens} and not {expected}", flush=True)
 
     def _close_early(self, ticket: int) -> None:
         """Stream one request for two events and leave; others' events of that time go to them."""
