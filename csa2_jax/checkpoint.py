@@ -15,7 +15,7 @@ import contextlib
 import dataclasses
 import os
 import sys
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Final
 
@@ -24,7 +24,7 @@ import numpy as np
 from flax import nnx
 from numpy.typing import DTypeLike
 
-from csa2_jax.accounting import account
+from csa2_jax.accounting import Accounting, account
 from csa2_jax.config import ModelConfig
 from csa2_jax.manifest import TILE, TensorSpec
 from csa2_jax.model import Model, ngram_arrays
@@ -70,8 +70,15 @@ def load_checkpoint(
         lambda: Model(config, numerics=numerics, weights=weights, scan_layers=scan_layers, token_map=token_map)
     )
     graphdef, state = nnx.split(abstract)
+    with jax.ensure_compile_time_eval():  # a first load inside somebody's jit gives arrays to keep, not tracers
+        _fill(state, accounting, files, ngram_arrays(config, token_map))
+    return nnx.merge(graphdef, state)
+
+
+def _fill(state: nnx.State, accounting: Accounting, files: TensorFiles, derived: Mapping[str, np.ndarray]) -> None:
+    """Set every variable of an abstract state: the derived arrays, then the stacks from the files."""
     targets = {".".join(map(str, key)): variable for key, variable in nnx.to_flat_state(state)}
-    for path, values in ngram_arrays(config, token_map).items():
+    for path, values in derived.items():
         targets.pop(path).set_value(jax.device_put(values))  # derived, not stored
     stacks = group_by_path(accounting.specs, targets)
     with _progress(accounting.nbytes) as advance:
@@ -79,7 +86,6 @@ def load_checkpoint(
             target = targets[path]
             array = fill_stack(path, target.shape, target.dtype, specs, files, advance)
             target.set_value(jax.device_put(array, may_alias=False))
-    return nnx.merge(graphdef, state)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -11,6 +11,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
@@ -145,6 +147,21 @@ def test_load_multimodal_checkpoint_for_text_leaves_the_tower_on_disk() -> None:
     found = parameters(model)
     assert found["layers.ffn.gate.bias_vl"].shape == (8, 8)
     assert not [path for path in found if path.startswith(("vision", "aligner", "image"))]
+
+
+def test_load_while_tracing_gives_arrays_to_keep(tmp_path: Path) -> None:
+    config, tensors = make("bf16")
+    directory = rc.write_checkpoint(tmp_path, config, tensors)
+    kept = []
+
+    @jax.jit
+    def first_use() -> jax.Array:
+        kept.append(load_checkpoint(directory))
+        return kept[0].embed.weight[...].astype(jnp.float32).sum()
+
+    assert np.isfinite(first_use())
+    for a, b in zip(parameters(kept[0]).values(), parameters(load_checkpoint(directory)).values(), strict=True):
+        assert a.tobytes() == b.tobytes()
 
 
 class Terminal(io.StringIO):
