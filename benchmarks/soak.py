@@ -5,9 +5,9 @@
 A random small model (4 layers of all modes, draft head) serves prompts that often begin alike. Requests arrive at random; some
 are cancelled, some streams are closed early, some requests make no sense and must be refused. Every answer is compared with that
 of an engine of its own without reuse (and for greedy requests without drafts), token by token and by log-probability; where two
-tokens were equally likely (--tie, in nats), greedy answers may part, which is counted as a tie. No program may be compiled after warming up, and
-memory, read from the operating system, must stay where it is after a third of the time, when the prefix store is full. Prints a
-line every ten seconds, and draws memory over time with --png.
+tokens were equally likely (--tie, in nats), greedy answers may part, which is counted as a tie. No program may be compiled after
+warming up, and memory, read from the operating system, must stay where it is after a third of the time, when the prefix store is
+full. Prints a line every ten seconds, and draws memory over time with --png.
 """
 
 from __future__ import annotations
@@ -156,7 +156,7 @@ class Soak:
             prompt, count, sampling = key
             engine = self.drafting_reference if sampling.temperature else self.reference
             ticket = engine.submit(prompt, max_new_tokens=count, sampling=sampling)
-            self.known[key] = [(e.token, e.logprob) for e in engine.stream(ticket) if e.token is not None]
+            self.known[key] = [(e.token, e.logprob or 0.0) for e in engine.stream(ticket) if e.token is not None]
         return self.known[key]
 
     def request(self) -> tuple:
@@ -290,7 +290,8 @@ def main(
             counts = soak.counts
             print(
                 f"[{now / 60:5.1f} min] {counts.answers} answers, {counts.tokens} tokens, {counts.checked} checked, "
-                f"{counts.wrong} wrong, {counts.ties} ties; {counts.cancelled} cancelled, {counts.closed} closed early, {counts.refused} refused; "
+                f"{counts.wrong} wrong, {counts.ties} ties; "
+                f"{counts.cancelled} cancelled, {counts.closed} closed early, {counts.refused} refused; "
                 f"{memory[-1][1] / 2**20:.0f} MiB",
                 flush=True,
             )

@@ -183,12 +183,15 @@ class Walk:
     def pool_only(self, flow: Flow, pools: dict[str, Pool]) -> dict[str, Pool]:
         """What tokens leave in the decoder that no decoder query will read the windows of: their entries in its pool.
 
-        Of the decoder's first layer this takes the collapse (which gives H_20), the norm and the compressor.
+        Of the decoder's first layer this takes what stands before its pool: n-gram memory where it has one, the collapse (which
+        gives H_20), the norm and the compressor.
         """
         config, weights, layer = self.config, self.weights, self.config.plan.decoder_start
         spec = config.plan.layers[layer]
         name, block = pool_name(spec.ratio), take_layer(weights.layers, layer)
-        x_BTD = collapse(flow.x_BTSD, flow.pre_BTS, self.numerics)
+        segment = config.plan.decoder_segments[0]
+        x_BTSD = self._engram(segment, segment.mode, np.int32(spec.engram_slot), flow.x_BTSD)
+        x_BTD = collapse(x_BTSD, flow.pre_BTS, self.numerics)
         x_BTD = block.attn_norm(x_BTD, config.rms_norm_eps, self.numerics)
         compressor = take_layer(weights.compressors[name], spec.pool_slot)
         pool, _ = compressor(x_BTD, pools[name], spec.pool_slot, self.step, config, self.numerics)
