@@ -2,7 +2,7 @@
 
 Every tensor on disk must be one the manifest lists, with its shape and dtype, and every one listed must be there. A
 refusal names the first offenders, what was found, what was expected and what to do; it recognises the damages that
-happen in practice: another generation's tensors, a prefix, a misspelt name, a lost scale, fp4 where fp8 belongs, other
+happen in practice: another generation's tensors, a misspelt name, a lost scale, fp4 where fp8 belongs, other
 tile sizes.
 """
 
@@ -54,7 +54,7 @@ def account(config: ModelConfig, files: TensorFiles) -> Accounting:
 
 
 def _refuse_other_layouts(where: Path, files: Mapping[str, TensorEntry]) -> None:
-    """Another generation's tensors, or another writer's prefix: one clear sentence instead of thousands of misses."""
+    """Another generation's tensors: one clear sentence instead of thousands of misses."""
     for name in files:
         for pattern, what in _V4_TENSORS:
             if pattern.search(name):
@@ -62,12 +62,6 @@ def _refuse_other_layouts(where: Path, files: Mapping[str, TensorEntry]) -> None
                     f"{where} holds {name}, {what}: this is a DeepSeek-V4 tensor set, but config.json describes "
                     "DeepSeek-V4.1; use the config.json that came with these weights"
                 )
-    if files and all(name.startswith("model.") for name in files):
-        name = next(iter(files))
-        raise CheckpointError(
-            f"{where} names its tensors {name} and the like; the release's names have no 'model.' prefix "
-            f"({name.removeprefix('model.')}): strip it, or convert from the released files"
-        )
 
 
 def _refuse_other_storage(

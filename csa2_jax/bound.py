@@ -15,6 +15,7 @@ from jaxtyping import Array, Int
 from csa2_jax.calls import check_call, check_storage
 from csa2_jax.config import ModelConfig
 from csa2_jax.dspark import DraftFeed
+from csa2_jax.engram_host import HostRows, HostTable
 from csa2_jax.model import ForwardOutput, Model
 from csa2_jax.numerics import Numerics
 from csa2_jax.state import Cache
@@ -52,17 +53,27 @@ class Bound:
     state: Any
     feed: tuple[Structure, Any] | None  # of the DraftFeed
     draft: tuple[Structure, Any] | None  # of the whole draft head
+    host_tables: tuple[HostRows, ...] = ()
 
     @classmethod
     def of(cls, model: Model) -> Bound:
         """Take `model` apart. Later changes to its parameters do not reach the result."""
+        tables = tuple(table.rows for table in model.engram_tables if isinstance(table, HostTable))
         if model.draft is None:
-            return cls(model.config, model.numerics, *Structure.split(model), None, None)
+            return cls(model.config, model.numerics, *Structure.split(model), None, None, tables)
         # Taken apart and put together once, so that dropping the draft head leaves the caller's model alone.
         backbone = nnx.merge(*nnx.split(model))
         backbone.draft = None
         feed, draft = Structure.split(DraftFeed(model.draft)), Structure.split(model.draft)
-        return cls(model.config, model.numerics, *Structure.split(backbone), feed, draft)
+        return cls(model.config, model.numerics, *Structure.split(backbone), feed, draft, tables)
+
+    def prefetch(self, tokens_BT: np.ndarray, start: int, stop: int) -> None:
+        """A hint that tokens [B, start:stop] come next: rows of n-gram tables on the host are read meanwhile."""
+        stop = min(stop, tokens_BT.shape[1])
+        if self.host_tables and start < stop:
+            kept = self.config.engram_max_ngram_size - 1
+            for table in self.host_tables:
+                table.prefetch(tokens_BT[:, max(start - kept, 0) : stop], stop - start)
 
 
 def forward(

@@ -16,6 +16,7 @@ import numpy as np
 from flax import nnx
 
 from csa2_jax.config import ModelConfig
+from csa2_jax.engram_host import FetchedRows
 from csa2_jax.layers import Linear, ParamFactory, dequantise, inverse_rms
 from csa2_jax.ngram import NgramConstants
 from csa2_jax.numerics import Numerics
@@ -34,6 +35,15 @@ class EngramTable(nnx.Module):
         else:
             self.weight, self.scale = make.normal((rows, width)), None
 
+    def fetch(self, rows_BTY: jax.Array) -> EngramTable:
+        """The rows of a call are read where they are used; a table on the host (`engram_host`) asks for them here."""
+        del rows_BTY
+        return self
+
+    def take(self, rows_BTY: jax.Array) -> tuple[jax.Array, jax.Array | None]:
+        """Rows [B, T, Y, width] as they are stored, and their scales."""
+        return self.weight[...][rows_BTY], None if self.scale is None else self.scale[...][rows_BTY]
+
 
 class Engram(nnx.Module):
     """The projections of all Engram layers, stacked."""
@@ -48,15 +58,14 @@ class Engram(nnx.Module):
         self,
         x_BTSD: jax.Array,
         rows_BTY: jax.Array,
-        table: EngramTable,
+        table: EngramTable | FetchedRows,
         image_BT: jax.Array | None,
         config: ModelConfig,
         numerics: Numerics,
     ) -> jax.Array:
         """Add the gated memory of `rows_BTY` (table rows of each token) to the streams."""
         s, d, eps = config.hc_mult, config.hidden_size, config.rms_norm_eps
-        scale = None if table.scale is None else table.scale[...][rows_BTY]
-        rows = table.weight[...][rows_BTY]
+        rows, scale = table.take(rows_BTY)
         e_BTK = _dequantise_rows(rows, scale, numerics.dtype).reshape(*rows_BTY.shape[:2], -1)
         out = self.wkv(e_BTK, numerics).astype(jnp.float32)
         key_BTSD = out[..., : s * d].reshape(*out.shape[:2], s, d)

@@ -23,6 +23,7 @@ from csa2_jax.compressor import Compressor
 from csa2_jax.config import ModelConfig
 from csa2_jax.dspark import DraftFeed, DraftHead
 from csa2_jax.engram import Engram, EngramTable, hash_rows, history_ids, next_history, product_table
+from csa2_jax.engram_host import HostRows, HostTable
 from csa2_jax.indexer import Indexer
 from csa2_jax.layers import ParamFactory, RMSNorm
 from csa2_jax.numerics import Implementation, Numerics, WeightStorage, einsum
@@ -73,6 +74,7 @@ class Model(nnx.Module):
     weights: "stored" keeps fp8 / fp4 codes as the checkpoint has them and plain weights in the compute dtype; "float32" and
         "bfloat16" hold every weight plainly. mHC, sinks, router and the m > 1 compressor are f32 always.
     scan_layers: False unrolls the layer stack (the same numbers; for debugging).
+    host_tables: n-gram tables that stay on the host instead of being parameters, see `engram_host`.
     key: initialise at random; without it all weights are zero (or abstract under `nnx.eval_shape`).
     """
 
@@ -84,6 +86,7 @@ class Model(nnx.Module):
         weights: WeightStorage = "stored",
         scan_layers: bool = True,
         token_map: np.ndarray | None = None,
+        host_tables: Sequence[HostRows] | None = None,
         key: jax.Array | None = None,
     ) -> None:
         if weights not in ("stored", "float32", "bfloat16"):
@@ -104,7 +107,11 @@ class Model(nnx.Module):
         self.indexers = Indexer(config, make, stack=(selecting,)) if selecting else None
         tables = len(config.engram_layer_ids)
         self.engram = Engram(config, make, stack=(tables,)) if tables else None
-        self.engram_tables = nnx.List([EngramTable(rows, config, make) for rows in config.engram_num_embeddings])
+        self.engram_tables = nnx.List(
+            [EngramTable(rows, config, make) for rows in config.engram_num_embeddings]
+            if host_tables is None
+            else [HostTable(rows) for rows in host_tables]
+        )
         constants = ngram_arrays(config, token_map)
         self.token_map = Constant(constants["token_map"]) if tables else None
         self.ngram_products = Constant(constants["ngram_products"]) if tables else None
@@ -237,7 +244,11 @@ class Model(nnx.Module):
             config=config,
             numerics=self.numerics,
             weights=Weights(
-                self.layers, dict(self.compressors.items()), self.indexers, self.engram, list(self.engram_tables)
+                self.layers,
+                dict(self.compressors.items()),
+                self.indexers,
+                self.engram,
+                [table.fetch(ids) for table, ids in zip(self.engram_tables, rows, strict=True)],
             ),
             step=step,
             window_LBWH=None if cache is None else cache.window_LBWH,

@@ -65,6 +65,7 @@ def prefill(
     for start, size in pieces(int(skipped.max()), chunk):
         piece, counts = _cut(tokens, np.full(len(tokens), start), skipped, size)
         cache = forward_encoder(bound, piece, cache, counts)
+        bound.prefetch(tokens, start + size, start + 2 * size)
         done += int(counts.sum())
         if on_progress is not None:
             on_progress(done, total)
@@ -72,6 +73,7 @@ def prefill(
     for start in range(0, max(int((lengths - skipped).max()), 1), size):
         piece, counts = _cut(tokens, skipped + start, lengths, size)
         out, cache = forward(bound, piece, cache, counts, all_logits=False)
+        bound.prefetch(tokens, int(skipped.max()) + start + size, int(skipped.max()) + start + 2 * size)
         ends_here = (counts > 0)[:, None]
         logits = out.logits if logits is None else jnp.where(ends_here, out.logits, logits)
         done += int(counts.sum())

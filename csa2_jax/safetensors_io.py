@@ -12,6 +12,7 @@ import dataclasses
 import json
 import math
 import os
+import threading
 from collections.abc import Iterator, Mapping
 from pathlib import Path, PurePosixPath, PureWindowsPath
 from typing import Any, Final
@@ -67,6 +68,24 @@ class TensorEntry:
         return self.stop - self.start
 
 
+class _Handles:
+    """Open files by path, closed with their owner."""
+
+    def __init__(self) -> None:
+        self._open: dict[Path, int] = {}
+        self._lock = threading.Lock()
+
+    def get(self, path: Path) -> int:
+        with self._lock:
+            if path not in self._open:
+                self._open[path] = os.open(path, os.O_RDONLY)
+            return self._open[path]
+
+    def __del__(self) -> None:
+        for handle in self._open.values():
+            os.close(handle)
+
+
 class TensorFiles(Mapping[str, TensorEntry]):
     """All tensors of a model directory by name; `read` maps one into memory without copying it.
 
@@ -77,6 +96,7 @@ class TensorFiles(Mapping[str, TensorEntry]):
         """Open `directory` and validate every header in it; no tensor data is read."""
         self.directory = Path(directory)
         self._maps: dict[Path, np.memmap] = {}
+        self._handles = _Handles()
         single, index = self.directory / SINGLE_FILE, self.directory / INDEX_FILE
         if not self.directory.is_dir():
             raise FileNotFoundError(
@@ -135,9 +155,53 @@ class TensorFiles(Mapping[str, TensorEntry]):
             data.flags.writeable = False
         return data.view(dtype).reshape(entry.shape)
 
+    def rows(self, name: str) -> list[tuple[int, np.ndarray]]:
+        """A tensor [rows, width] of bytes as runs (first row, mapped uint8 array); here one."""
+        return [(0, self.read(name).view(np.uint8))]
+
+    def part(self, name: str, region: tuple[slice, ...] = ()) -> np.ndarray:
+        """A region of a tensor (a slice with unit step per leading axis), read into memory of its own.
+
+        Unlike `read` this maps nothing, so that a process takes the memory of what it asks for and no more.
+        """
+        entry = self._entries[name]
+        dtype = DTYPES[entry.dtype]
+        rows, *rest = (slice(*s.indices(n)) for s, n in zip(region, entry.shape, strict=False)) if region else [None]
+        if rows is None:
+            start, shape = entry.start, entry.shape
+        else:
+            width = math.prod(entry.shape[1:]) * dtype.itemsize
+            start, shape = entry.start + rows.start * width, (max(rows.stop - rows.start, 0), *entry.shape[1:])
+        out = np.empty(math.prod(shape) * dtype.itemsize, np.uint8)
+        handle = self._handles.get(entry.file)
+        read = 0
+        while read < len(out):
+            count = os.preadv(handle, [memoryview(out)[read:]], start + read)
+            if not count:
+                raise CheckpointError(
+                    f"{entry.file} shrank to {os.fstat(handle).st_size} bytes while it was read, {name} ends at "
+                    f"{entry.stop}: is a copy still running?"
+                )
+            read += count
+        return out.view(dtype).reshape(shape)[(slice(None), *rest)] if rest else out.view(dtype).reshape(shape)
+
 
 def read_header(path: Path) -> list[TensorEntry]:
     """Entries of one safetensors file in order of position; CheckpointError names what is wrong with the header."""
+    header, base, size = _read_header(path)
+    entries = [_entry(path, name, fields, base, size) for name, fields in header.items() if name != "__metadata__"]
+    entries.sort(key=lambda e: (e.start, e.stop))
+    _check_tiling(path, entries, base, size)
+    return entries
+
+
+def read_metadata(path: Path) -> dict[str, str] | None:
+    """The `__metadata__` of one safetensors file, None if it has none."""
+    return _read_header(path)[0].get("__metadata__")
+
+
+def _read_header(path: Path) -> tuple[dict[str, Any], int, int]:
+    """(the header, where the data begin, bytes of the file)."""
     size = path.stat().st_size
     if size < 8:
         raise CheckpointError(f"{path} has {size} bytes, not even a header length: it is truncated, fetch it again")
@@ -153,13 +217,7 @@ def read_header(path: Path) -> list[TensorEntry]:
                 f"{path} declares a header of {length} bytes but has {size} in all: it is truncated, fetch it again"
             )
         raw = file.read(length)
-    header = _load_json(raw, f"the header of {path}")
-    entries = [
-        _entry(path, name, fields, 8 + length, size) for name, fields in header.items() if name != "__metadata__"
-    ]
-    entries.sort(key=lambda e: (e.start, e.stop))
-    _check_tiling(path, entries, 8 + length, size)
-    return entries
+    return _load_json(raw, f"the header of {path}"), 8 + length, size
 
 
 def _entry(path: Path, name: str, fields: Any, base: int, size: int) -> TensorEntry:

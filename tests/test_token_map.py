@@ -8,8 +8,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from csa2_jax.checkpoint import CheckpointError, find_token_map, load_checkpoint
+from csa2_jax.checkpoint import CheckpointError, load_checkpoint
 from csa2_jax.config import ModelConfig
+from csa2_jax.token_map import find_token_map
 from tests import golden_sets
 from tests import random_checkpoint as rc
 

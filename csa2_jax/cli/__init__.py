@@ -18,6 +18,9 @@ COMMANDS: Final[dict[str, str]] = {
     "inspect": "show a model's plan, pools, bytes and parameters: as tables, JSON or a picture",
     "generate": "run a model on a prompt and stream what it says",
     "chat": "talk with a model in the terminal",
+    "convert": "release checkpoint -> sharded Orbax checkpoint, resumable; or --plan it without weights",
+    "export": "converted checkpoint -> the release's safetensors, bit for bit",
+    "verify": "compare two checkpoints of any layout, tensor by tensor",
     "check": "replay a recorded trace through the model and compare every quantity",
 }
 """Subcommand -> what it does; each lives in the module of its name in this package."""
@@ -25,7 +28,7 @@ COMMANDS: Final[dict[str, str]] = {
 _USAGE: Final = """\
 usage: csa2 COMMAND [OPTIONS]
 
-DeepSeek-V4.1-Flash in JAX: look into a model directory, run it, check it against recordings.
+DeepSeek-V4.1-Flash in JAX: look into a model directory, run it, convert it, check it against recordings.
 
 commands:
 {commands}

@@ -38,10 +38,13 @@ def main(
     """
     if (directory is None) == (config is None):
         raise ValueError("name either a model directory or --config FILE")
-    model = ModelConfig.from_hf(directory if directory is not None else config)  # type: ignore[arg-type]
-    report = describe(model)
     if directory is not None:
-        report["files"] = _accounted(model, directory)
+        model, files = _accounted(directory)
+        report = describe(model) | {"files": files}
+    else:
+        assert config is not None
+        model = ModelConfig.from_hf(config)
+        report = describe(model)
     if png is not None:
         from csa2_jax.cli.picture import draw_plan
 
@@ -55,16 +58,15 @@ def main(
     return 0
 
 
-def _accounted(config: ModelConfig, directory: Path) -> dict[str, Any]:
-    from csa2_jax.accounting import account
-    from csa2_jax.safetensors_io import TensorFiles
+def _accounted(directory: Path) -> tuple[ModelConfig, dict[str, Any]]:
+    from csa2_jax.conversion.opening import open_checkpoint
 
-    accounting = account(config, TensorFiles(directory))
-    return {
-        "files": accounting.files,
-        "tensors": len(accounting.specs),
-        "bytes": accounting.nbytes,
-        "unbuilt": accounting.unbuilt,
+    opened = open_checkpoint(directory)
+    return opened.config, {
+        "files": len(opened.files.files),
+        "tensors": len(opened.specs),
+        "bytes": opened.files.nbytes,
+        "unbuilt": manifest.unbuilt_parts(opened.config),
     }
 
 

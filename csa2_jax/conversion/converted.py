@@ -1,0 +1,205 @@
+"""A converted directory, read by the names of the release: our stacked parameters as an Orbax checkpoint.
+
+    DIR/csa2.json       what this is; written last, so a directory without it is none of ours
+        config.json     the release's, with the tokenizer's files beside it
+        token_map.npy   compressed token ids, where the model has n-gram memories
+        release.json    which file of the release held which tensor, for the way back
+        params/         Orbax: one array per parameter path, plus the image tower's tensors under their own names
+
+`orbax.checkpoint.StandardCheckpointer().restore(DIR/params, target)` reads it as well, onto any mesh.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, Final, Literal, get_args
+
+import numpy as np
+import tensorstore as ts
+
+from csa2_jax.config import ModelConfig
+from csa2_jax.conversion.stacks import Region, Stack, refuse_nan_scale, stacks_of
+from csa2_jax.manifest import TensorSpec, release_tensors
+from csa2_jax.safetensors_io import DTYPES, CheckpointError, TensorEntry
+
+Weights = Literal["stored", "bfloat16", "float32"]
+MARKER: Final = "csa2.json"
+PARAMS: Final = "params"
+RELEASE_FILE: Final = "release.json"
+FORMAT: Final = {"format": "csa2-jax stacked parameters", "version": 1}
+
+
+def layout(config: ModelConfig, weights: Weights) -> tuple[TensorSpec, ...]:
+    """Tensors by the release's names as a converted directory holds them: as released, or with quantised weights dequantised."""
+    stored = tuple(release_tensors(config))
+    if weights == "stored" or not config.quantized:
+        return stored
+    wide = {spec.name: spec for spec in release_tensors(dataclasses.replace(config, quantized=False))}
+    dtype = {"bfloat16": "BF16", "float32": "F32"}[weights]
+    was = {spec.name: spec.dtype for spec in stored}
+    return tuple(
+        spec if spec.dtype == was[spec.name] else dataclasses.replace(spec, dtype=dtype) for spec in wide.values()
+    )
+
+
+def is_converted(directory: str | os.PathLike[str]) -> bool:
+    """Whether this is a converted directory, finished or not."""
+    directory = Path(directory)
+    return (directory / MARKER).is_file() or (directory / PARAMS).is_dir()
+
+
+class ConvertedFiles(Mapping[str, TensorEntry]):
+    """All tensors of a converted directory by their release names; regions of them, and of whole stacks.
+
+    Raises CheckpointError for a directory that was never finished, is of another version, or does not hold what its
+    config.json describes. Arrays' metadata are read, no values.
+    """
+
+    def __init__(self, directory: str | os.PathLike[str]) -> None:
+        self.directory = Path(directory)
+        self.marker = read_marker(self.directory)
+        self.weights: Weights = self.marker["weights"]
+        self.config = ModelConfig.from_hf(self.directory)
+        self.specs = layout(self.config, self.weights)
+        self.stacks = stacks_of(self.specs, {spec.name: spec for spec in self.specs})
+        self._of = {spec.name: spec for spec in self.specs}
+        self._arrays = _open(self.directory / PARAMS, self.stacks)
+        self._entries = {
+            spec.name: TensorEntry(spec.name, spec.dtype, spec.shape, self._file(spec), 0, spec.nbytes)
+            for spec in self.specs
+        }
+
+    def _file(self, spec: TensorSpec) -> Path:
+        return self.directory / PARAMS / (spec.path or spec.name)
+
+    def __getitem__(self, name: str) -> TensorEntry:
+        return self._entries[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._entries)
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all tensors together."""
+        return sum(spec.nbytes for spec in self.specs)
+
+    @property
+    def files(self) -> tuple[Path, ...]:
+        """The arrays' folders."""
+        return tuple(dict.fromkeys(map(self._file, self.specs)))
+
+    def part(self, name: str, region: Region = ()) -> np.ndarray:
+        """A region of a tensor in its stored dtype, read into memory of its own."""
+        spec = self._of[name]
+        values = self._read(spec.path or name, (*spec.index, *region))
+        return values.view(DTYPES[spec.dtype]) if spec.dtype == "I8" else values
+
+    def read(self, name: str) -> np.ndarray:
+        """A whole tensor."""
+        return self.part(name)
+
+    def rows(self, name: str) -> list[tuple[int, np.ndarray]]:
+        """A tensor [rows, width] of bytes as runs (first row, mapped uint8 array), one per file of its array.
+
+        Raises CheckpointError for arrays that are compressed, or cut along their rows' width: they cannot be mapped.
+        """
+        spec = self._of[name]
+        folder = self._file(spec)
+        try:
+            described = json.loads((folder / ".zarray").read_text(encoding="utf-8"))
+            (size, width), plain = described["chunks"], described["compressor"] is None
+        except (OSError, ValueError, KeyError):
+            size, width, plain = 0, 0, False
+        if not plain or spec.index or width != spec.shape[1]:
+            raise CheckpointError(
+                f"{folder} cannot be mapped row by row: convert again with csa2 convert, without a mesh"
+            )
+        runs = []
+        for start in range(0, spec.shape[0], size):
+            path = folder / f"{start // size}.0"
+            if path.stat().st_size != size * width:
+                raise CheckpointError(f"{path} has {path.stat().st_size} bytes, not {size * width}: convert again")
+            runs.append((start, np.memmap(path, np.uint8, "r", shape=(size, width))[: spec.shape[0] - start]))
+        return runs
+
+    def region(self, path: str, region: Region) -> np.ndarray:
+        """A region of a whole stack, as it is stored."""
+        values = self._read(path, region)
+        first = next(iter(self.stacks[path].sources.values())).weight
+        if first.dtype == "F8_E8M0":
+            refuse_nan_scale(self, first.name, values)
+        return values
+
+    def _read(self, path: str, index: tuple[Any, ...]) -> np.ndarray:
+        try:
+            return np.asarray(self._arrays[path][index].read().result())
+        except (ValueError, OSError) as error:
+            raise CheckpointError(
+                f"{self.directory / PARAMS / path} cannot be read ({str(error)[:200]}): convert again"
+            ) from None
+
+
+def read_marker(directory: Path) -> dict[str, Any]:
+    """The content of csa2.json; CheckpointError where it is absent or of another version."""
+    path = directory / MARKER
+    if not path.is_file():
+        raise CheckpointError(
+            f"{directory} has no {MARKER}: it is no finished conversion. Run the same csa2 convert again, which goes on where "
+            "it stopped"
+        )
+    try:
+        marker = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise CheckpointError(f"{path} is not valid JSON ({error}): convert again") from None
+    found = {name: marker.get(name) for name in FORMAT} if isinstance(marker, dict) else marker
+    if found != FORMAT or marker.get("weights") not in get_args(Weights):
+        raise CheckpointError(
+            f"{path} says {str(found)[:200]}, this version reads {FORMAT}: convert again with this version"
+        )
+    return marker
+
+
+def array_spec(params: Path, name: str, *, ocdbt: bool, zarr3: bool) -> dict[str, Any]:
+    """TensorStore's description of one array of an Orbax checkpoint."""
+    if ocdbt:
+        store: dict[str, Any] = {"driver": "ocdbt", "base": f"file://{params.resolve()}/", "path": f"{name}/"}
+    else:
+        store = {"driver": "file", "path": f"{params.resolve()}/{name}/", "file_io_locking": {"mode": "none"}}
+    # Without the last entry a lost piece would read as zeros.
+    return {"driver": "zarr3" if zarr3 else "zarr", "kvstore": store, "fill_missing_data_reads": False}
+
+
+def _open(params: Path, stacks: Mapping[str, Stack]) -> dict[str, ts.TensorStore]:
+    """Every array, checked against the stack it should hold."""
+    metadata = params / "_METADATA"
+    try:
+        tree = json.loads(metadata.read_text(encoding="utf-8"))
+        flags = {"ocdbt": bool(tree["use_ocdbt"]), "zarr3": bool(tree.get("use_zarr3"))}
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise CheckpointError(f"{metadata} is no description of an Orbax checkpoint ({error}): convert again") from None
+    context = ts.Context({"cache_pool": {"total_bytes_limit": 0}})
+    waiting = {
+        path: ts.open(array_spec(params, path, **flags), read=True, open=True, context=context) for path in stacks
+    }
+    arrays = {}
+    for path, stack in stacks.items():
+        try:
+            arrays[path] = waiting[path].result()
+        except (ValueError, OSError) as error:
+            raise CheckpointError(
+                f"{params / path}, parameter {path} {list(stack.shape)}, cannot be opened ({str(error)[:200]}): convert again"
+            ) from None
+        found = tuple(arrays[path].shape), np.dtype(arrays[path].dtype.numpy_dtype)
+        if found != (stack.shape, stack.dtype):
+            raise CheckpointError(
+                f"{params / path} is {found[1]} {list(found[0])}, but config.json describes {stack.dtype} {list(stack.shape)}: "
+                "the two do not belong together; convert again"
+            )
+    return arrays

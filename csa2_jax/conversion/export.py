@@ -1,0 +1,200 @@
+"""Back to the release layout: the same names, dtypes and files, or weights as bf16 in files of a size to choose."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, Final, Literal
+
+import numpy as np
+
+from csa2_jax.conversion.converted import MARKER, PARAMS, RELEASE_FILE, ConvertedFiles, layout, read_marker
+from csa2_jax.conversion.stacks import Files
+from csa2_jax.conversion.staging import Staging
+from csa2_jax.conversion.views import Requantised, Widened
+from csa2_jax.manifest import TensorSpec, release_tensors
+from csa2_jax.progress import byte_progress
+from csa2_jax.safetensors_io import INDEX_FILE, SINGLE_FILE, CheckpointError
+from csa2_jax.token_map import TOKEN_MAP_FILE
+
+SHARD_BYTES: Final = 5 << 30
+_BLOCK_BYTES: Final = 32 << 20
+_STAMP: Final = "exported_from.json"
+
+Storage = Literal["stored", "bfloat16"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Exported:
+    """What an export did."""
+
+    directory: Path
+    tensors: int
+    nbytes: int
+    files: int
+
+
+@dataclasses.dataclass(frozen=True)
+class _Shard:
+    name: str
+    specs: tuple[TensorSpec, ...]
+    metadata: dict[str, str] | None
+
+    @property
+    def header(self) -> bytes:
+        """With its length in front."""
+        content: dict[str, Any] = {} if self.metadata is None else {"__metadata__": self.metadata}
+        at = 0
+        for spec in self.specs:
+            content[spec.name] = {
+                "dtype": spec.dtype,
+                "shape": list(spec.shape),
+                "data_offsets": [at, at + spec.nbytes],
+            }
+            at += spec.nbytes
+        text = json.dumps(content, separators=(",", ":")).encode()
+        text += b" " * (-len(text) % 8)
+        return len(text).to_bytes(8, "little") + text
+
+    @property
+    def nbytes(self) -> int:
+        """Of the file."""
+        return len(self.header) + sum(spec.nbytes for spec in self.specs)
+
+
+def export(
+    source: str | os.PathLike[str],
+    target: str | os.PathLike[str],
+    *,
+    weights: Storage = "stored",
+    shard_bytes: int | None = None,
+    workers: int = 2,
+) -> Exported:
+    """Write the converted directory `source` in the release layout; killed at any moment, the same call goes on.
+
+    weights: "stored" writes fp8 and fp4 as the configuration says (weights that were dequantised are quantised again by
+    `views.Requantised`), "bfloat16" writes them dequantised, with a config.json that says so. shard_bytes: of a file; by default
+    the files are those that were converted, else 5 GiB.
+
+    Raises CheckpointError as `convert` does, and for weights that fp8 cannot hold.
+    """
+    files = ConvertedFiles(source)
+    config, root = files.config, files.directory
+    written = config if weights == "stored" else dataclasses.replace(config, quantized=False)
+    specs = tuple(release_tensors(written))
+    view: Files = files
+    if weights == "stored" and files.weights != "stored" and config.quantized:
+        view = Requantised(files, specs)
+    elif weights == "bfloat16" and config.quantized and files.weights != "bfloat16":
+        view = Widened(files, layout(config, files.weights), specs)
+    shards = _shards(root, specs, shard_bytes, alike=weights == "stored")
+    begun = {"source": read_marker(root).get("made_from"), "weights": weights, "shard_bytes": shard_bytes or 0}
+    staging = Staging(target, begun)
+    total = sum(shard.nbytes for shard in shards)
+    result = Exported(Path(target), len(specs), total, len(shards))
+    if staging.target.exists():
+        stamp = staging.target / _STAMP
+        if stamp.is_file() and json.loads(stamp.read_text()).get("made_from") == staging.fingerprint:
+            return result
+        raise FileExistsError(
+            f"{target} exists and was not made by this command from this source: choose another place, or remove it"
+        )
+    with staging.open():
+        missing = [shard for shard in shards if not staging.done(shard.name, shard.nbytes)]
+        needed = sum(shard.nbytes for shard in missing)
+        staging.require_space(needed)
+        _companions(staging, root, quantized=written.quantized)
+        with (
+            byte_progress("exporting", total, done=total - needed, lines=True) as advance,
+            ThreadPoolExecutor(max(workers, 1)) as pool,
+        ):
+            jobs = [pool.submit(staging.write, shard.name, _content(view, shard, advance)) for shard in missing]
+            try:
+                for job in jobs:
+                    job.result()
+            finally:
+                for job in jobs:
+                    job.cancel()
+        if len(shards) > 1 or shards[0].name != SINGLE_FILE:
+            index = {
+                "metadata": {"total_size": sum(spec.nbytes for spec in specs)},
+                "weight_map": {spec.name: shard.name for shard in shards for spec in shard.specs},
+            }
+            staging.write(INDEX_FILE, [json.dumps(index, indent=2).encode()])
+        staging.write(_STAMP, [json.dumps({"made_from": staging.fingerprint}).encode()])
+        staging.commit()
+    return result
+
+
+def _content(view: Files, shard: _Shard, advance: Callable[[int], None]) -> Iterator[Any]:
+    """Header, then every tensor a few rows at a time."""
+    yield shard.header
+    for spec in shard.specs:
+        for block in row_blocks(spec):
+            values = np.ascontiguousarray(view.part(spec.name, block))
+            yield values.reshape(-1).view(np.uint8)
+            advance(values.nbytes)
+
+
+def row_blocks(spec: TensorSpec, nbytes: int = _BLOCK_BYTES) -> Iterator[tuple[slice, ...]]:
+    """Regions of at most `nbytes` (or one row) that cover a tensor in order; each begins at a multiple of 32 rows if it can."""
+    if not spec.shape or not spec.shape[0]:
+        yield ()
+        return
+    rows = max(nbytes // max(spec.nbytes // spec.shape[0], 1), 1)
+    rows = rows // 32 * 32 or rows
+    for start in range(0, spec.shape[0], rows):
+        yield (slice(start, min(start + rows, spec.shape[0])),)
+
+
+def _shards(root: Path, specs: Sequence[TensorSpec], shard_bytes: int | None, *, alike: bool) -> list[_Shard]:
+    """The files of the release that was converted, or as many as it takes."""
+    recorded = root / RELEASE_FILE
+    if alike and shard_bytes is None and recorded.is_file():
+        by_name = {spec.name: spec for spec in specs}
+        files = json.loads(recorded.read_text(encoding="utf-8"))
+        names = [name for file in files.values() for name in file["tensors"]]
+        if sorted(names) == sorted(by_name):
+            return [
+                _Shard(name, tuple(by_name[n] for n in file["tensors"]), file["metadata"])
+                for name, file in files.items()
+            ]
+    limit = shard_bytes or SHARD_BYTES
+    if limit < 1:
+        raise ValueError(f"{shard_bytes=} must be at least 1")
+    groups: list[list[TensorSpec]] = [[]]
+    size = 0
+    for spec in specs:
+        if groups[-1] and size + spec.nbytes > limit:
+            groups.append([])
+            size = 0
+        groups[-1].append(spec)
+        size += spec.nbytes
+    metadata = {"format": "pt"}
+    if len(groups) == 1:
+        return [_Shard(SINGLE_FILE, tuple(groups[0]), metadata)]
+    return [
+        _Shard(f"model-{i + 1:05d}-of-{len(groups):05d}.safetensors", tuple(group), metadata)
+        for i, group in enumerate(groups)
+    ]
+
+
+def _companions(staging: Staging, root: Path, *, quantized: bool) -> None:
+    for path in sorted(root.iterdir()):
+        if path.name in (MARKER, PARAMS, RELEASE_FILE, _STAMP) or not path.is_file():
+            continue
+        content = path.read_bytes()
+        if path.name == "config.json" and not quantized:
+            config = json.loads(content)
+            config.pop("quantization_config", None)
+            config.get("text_config", {}).pop("quantization_config", None)
+            content = json.dumps(config, indent=2).encode()
+        if path.name == TOKEN_MAP_FILE and (root / "tokenizer.json").is_file():
+            continue  # derived from the tokenizer, which travels
+        staging.write(path.name, [content])
+    if not (root / "config.json").is_file():
+        raise CheckpointError(f"{root} has no config.json: convert again")

@@ -1,0 +1,169 @@
+"""A directory that is whole or not there: built beside its place, resumable, committed by one rename.
+
+    TARGET.partial/    while it is written: files appear under their names only when they are complete
+    TARGET/            afterwards
+
+A piece that is there is done: every file is written under another name, flushed to the disk and renamed. What was begun is told
+in `begun.json`, so that another source or other options never mix into it. Several processes (hosts) may write into one
+directory; the one that finishes last commits.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any, Final
+
+from csa2_jax.safetensors_io import CheckpointError
+
+_BEGUN: Final = "begun.json"
+
+
+class Staging:
+    """The directory `target` while it is being made from what `begun` describes (JSON values)."""
+
+    def __init__(self, target: str | os.PathLike[str], begun: dict[str, Any], host: int = 0, hosts: int = 1) -> None:
+        self.target = Path(os.path.abspath(target))
+        self.partial = self.target.with_name(self.target.name + ".partial")
+        self.begun, self.host, self.hosts = begun, host, hosts
+        if not 0 <= host < hosts:
+            raise ValueError(f"{host=} must be from 0 to {hosts - 1}, of {hosts=}")
+
+    @property
+    def fingerprint(self) -> str:
+        """Of what this is made from."""
+        return hashlib.sha256(json.dumps(self.begun, sort_keys=True).encode()).hexdigest()
+
+    @contextlib.contextmanager
+    def open(self) -> Iterator[None]:
+        """Begin or go on; holds a lock, so that no second process writes the same part.
+
+        Raises CheckpointError if something else was begun here, or somebody is at it.
+        """
+        if not self.target.parent.is_dir():
+            raise FileNotFoundError(f"{self.target.parent} does not exist: create it, or choose another place")
+        self.partial.mkdir(exist_ok=True)
+        with (self.partial / f".lock-{self.host}").open("w") as lock:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except OSError:
+                raise CheckpointError(
+                    f"another process is writing {self.partial}{f' as host {self.host}' if self.hosts > 1 else ''}: wait for "
+                    "it, or stop it"
+                ) from None
+            self._agree()
+            for left in self.partial.rglob(f"*{self._suffix}"):  # of a process that was killed
+                left.unlink()
+            yield
+
+    @property
+    def _suffix(self) -> str:
+        return f".writing-{self.host}"
+
+    def _agree(self) -> None:
+        path = self.partial / _BEGUN
+        if not path.exists():
+            content = [p for p in self.partial.iterdir() if not p.name.startswith(".lock-") and _BEGUN not in p.name]
+            if content:
+                raise CheckpointError(f"{self.partial} holds {content[0].name} and is none of ours: move it away")
+            self.write(_BEGUN, [json.dumps(self.begun, sort_keys=True, indent=1).encode()])
+        try:
+            found = json.loads(path.read_text(encoding="utf-8"))
+        except ValueError:
+            found = {}
+        for name in sorted({*found, *self.begun}):
+            if found.get(name) != self.begun.get(name):
+                was, now = _short(found.get(name)), _short(self.begun.get(name))
+                raise CheckpointError(
+                    f"{self.partial} was begun with another {name} ({was}, now {now}): run the command that began it, "
+                    "or remove that directory to start over"
+                )
+
+    def done(self, name: str, nbytes: int) -> bool:
+        """Whether this file is there, whole."""
+        try:
+            return (self.partial / name).stat().st_size == nbytes
+        except FileNotFoundError:
+            return False
+
+    def write(self, name: str, pieces: Iterable[Any]) -> None:
+        """Write a file from buffers; it appears under its name when all of it is on the disk.
+
+        Raises CheckpointError when the disk is full; what is done stays, and the same command goes on from there.
+        """
+        path = self.partial / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        temporary = path.with_name(path.name + self._suffix)
+        try:
+            with temporary.open("wb", buffering=0) as file:
+                for piece in pieces:
+                    view = memoryview(piece).cast("B")
+                    while len(view):
+                        view = view[file.write(view) :]
+                os.fdatasync(file.fileno())
+            temporary.replace(path)
+        except OSError as error:
+            with contextlib.suppress(OSError):
+                temporary.unlink()
+            if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+                free = shutil.disk_usage(self.partial).free
+                raise CheckpointError(
+                    f"{self.partial} cannot take {name}: {os.strerror(error.errno)}, {free / 1e9:.2f} GB are free. Make room and "
+                    "run the same command again: it goes on where it stopped"
+                ) from None
+            raise
+
+    def require_space(self, nbytes: int) -> None:
+        """CheckpointError unless the disk has room for so many bytes more."""
+        where = self.partial if self.partial.exists() else self.target.parent
+        free = shutil.disk_usage(where).free
+        if nbytes > free:
+            raise CheckpointError(
+                f"{self.target} needs {nbytes / 1e9:.2f} GB more and its disk has {free / 1e9:.2f} GB free: make room, or choose "
+                "another place"
+            )
+
+    def all_hosts_done(self) -> bool:
+        """Mark this host's part as done; True for the host that saw all others done, which is to commit."""
+        if self.hosts == 1:
+            return True
+        self.write(f".done-{self.host}", [b""])
+        return all((self.partial / f".done-{host}").exists() for host in range(self.hosts))
+
+    def commit(self) -> None:
+        """Make the directory appear under its own name."""
+        if self.target.exists():
+            raise FileExistsError(
+                f"{self.target} came into being meanwhile: move it away and run the same command again"
+            )
+        for path in self.partial.iterdir():
+            if path.name.startswith((".lock-", ".done-")) or path.name == _BEGUN:
+                path.unlink()
+        _sync_directories(self.partial)
+        self.partial.rename(self.target)
+        _sync(self.target.parent)
+
+
+def _sync_directories(root: Path) -> None:
+    for directory, _, _ in os.walk(root):
+        _sync(Path(directory))
+
+
+def _sync(directory: Path) -> None:
+    handle = os.open(directory, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def _short(value: Any) -> str:
+    text = json.dumps(value)
+    return text if len(text) <= 60 else text[:57] + "..."
