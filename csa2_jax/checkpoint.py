@@ -97,8 +97,8 @@ def host_rows(
         return None
     tables = []
     for slot, layer in enumerate(config.engram_layer_ids):
-        runs = [files.rows(f"layers.{layer}.engram.embed.{leaf}") for leaf in ("weight", "scale")]
-        tables.append(HostRows(*runs, config.engram_constants[slot], token_map, config.engram_pad_token_id))
+        codes, scales = (files.rows(f"layers.{layer}.engram.embed.{leaf}") for leaf in ("weight", "scale"))
+        tables.append(HostRows(codes, scales, config.engram_constants[slot], token_map, config.engram_pad_token_id))
     return tables
 
 

@@ -155,6 +155,9 @@ class TensorFiles(Mapping[str, TensorEntry]):
             data.flags.writeable = False
         return data.view(dtype).reshape(entry.shape)
 
+    def region(self, path: str, region: tuple[slice, ...], dtype: np.dtype) -> None:
+        """No stacks are kept here, only single tensors."""
+
     def rows(self, name: str) -> list[tuple[int, np.ndarray]]:
         """A tensor [rows, width] of bytes as runs (first row, mapped uint8 array); here one."""
         return [(0, self.read(name).view(np.uint8))]
@@ -176,7 +179,7 @@ class TensorFiles(Mapping[str, TensorEntry]):
         handle = self._handles.get(entry.file)
         read = 0
         while read < len(out):
-            count = os.preadv(handle, [memoryview(out)[read:]], start + read)
+            count = os.preadv(handle, [out.data[read:]], start + read)
             if not count:
                 raise CheckpointError(
                     f"{entry.file} shrank to {os.fstat(handle).st_size} bytes while it was read, {name} ends at "

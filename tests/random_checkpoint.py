@@ -363,7 +363,7 @@ _FILE_DTYPES = {
 
 def _file_dtype(name: str, tensor: np.ndarray) -> str:
     if tensor.dtype == np.uint8:
-        return "F8_E8M0" if name.endswith(".scale") else "I8"
+        return "F8_E8M0" if name.endswith((".scale", "scale_inv")) else "I8"
     for code, dtype in _FILE_DTYPES.items():
         if tensor.dtype == dtype:
             return code

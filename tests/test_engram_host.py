@@ -20,7 +20,7 @@ from csa2_jax.safetensors_io import CheckpointError
 from tests.golden_sets import materialise
 from tests.small_models import quick_compilation
 
-SET = "tiny8_fp8"
+SET = "tiny8_f32_noqat"
 
 
 @pytest.fixture(scope="module", params=["release", "converted"])
@@ -34,7 +34,8 @@ def directory(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathF
 
 def models(directory: Path) -> tuple[Bound, Bound]:
     return tuple(  # type: ignore[return-value]
-        Bound.of(load_checkpoint(directory, compute_dtype="float32", engram=where)) for where in ("device", "host")
+        Bound.of(load_checkpoint(directory, compute_dtype="float32", fake_quant=False, engram=where))
+        for where in ("device", "host")
     )
 
 
@@ -53,7 +54,7 @@ def test_tables_on_the_host_give_the_same_logits_to_the_bit(directory: Path) -> 
         np.testing.assert_array_equal(found, expected)
         logits = []
         for bound in (on_device, on_host):
-            cache = init_cache(bound.config, 2, 48, "packed")
+            cache = init_cache(bound.config, 2, 48, "f32")
             out, cache = prefill(bound, ids, cache, chunk=16)
             step, _ = forward(bound, ids[:, :1], cache)
             logits.append((np.asarray(out.logits), np.asarray(step.logits)))
@@ -72,7 +73,7 @@ def test_engine_and_generation_work_on_tables_of_the_host() -> None:
         assert texts[0] == texts[1]
         served = []
         for bound in (on_device, on_host):
-            engine = Engine(bound, slots=2, max_length=64, chunk=16, storage="packed")
+            engine = Engine(bound, slots=2, max_length=32, chunk=16, storage="f32")
             ids = [engine.submit(p, max_new_tokens=6, stop_at_eos=False) for p in prompts]
             events = list(engine.run())
             served.append([[e.token for e in events if e.ticket == i] for i in ids])
@@ -107,7 +108,7 @@ def test_prefill_reads_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(HostRows, "_touch", touch)
     with quick_compilation():
-        prefill(bound, ids, init_cache(bound.config, 2, 48, "packed"), chunk=16, decoder="full")
+        prefill(bound, ids, init_cache(bound.config, 2, 48, "f32"), chunk=16, decoder="full")
     assert done.wait(10)
     assert asked[0] == (16 + 3, 16)
 

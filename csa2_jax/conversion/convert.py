@@ -324,6 +324,7 @@ def _fingerprint(files: TensorFiles) -> str:
 
 def _already_there(target: Path, staging: Staging, tensors: int) -> Converted:
     if (target / MARKER).is_file() and read_marker(target).get("made_from") == staging.fingerprint:
+        staging.tidy()
         nbytes = sum(p.stat().st_size for p in (target / PARAMS).rglob("*") if p.is_file() and p.name[0] not in "._")
         return Converted(target, tensors, nbytes, nbytes, complete=True)
     raise FileExistsError(

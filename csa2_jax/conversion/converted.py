@@ -23,6 +23,7 @@ import tensorstore as ts
 
 from csa2_jax.config import ModelConfig
 from csa2_jax.conversion.stacks import Region, Stack, refuse_nan_scale, stacks_of
+from csa2_jax.conversion.staging import BEGUN
 from csa2_jax.manifest import TensorSpec, release_tensors
 from csa2_jax.safetensors_io import DTYPES, CheckpointError, TensorEntry
 
@@ -30,6 +31,7 @@ Weights = Literal["stored", "bfloat16", "float32"]
 MARKER: Final = "csa2.json"
 PARAMS: Final = "params"
 RELEASE_FILE: Final = "release.json"
+_CACHE_BYTES: Final = 768 << 20
 FORMAT: Final = {"format": "csa2-jax stacked parameters", "version": 1}
 
 
@@ -49,7 +51,7 @@ def layout(config: ModelConfig, weights: Weights) -> tuple[TensorSpec, ...]:
 def is_converted(directory: str | os.PathLike[str]) -> bool:
     """Whether this is a converted directory, finished or not."""
     directory = Path(directory)
-    return (directory / MARKER).is_file() or (directory / PARAMS).is_dir()
+    return any((directory / name).exists() for name in (MARKER, PARAMS, BEGUN))
 
 
 class ConvertedFiles(Mapping[str, TensorEntry]):
@@ -98,7 +100,8 @@ class ConvertedFiles(Mapping[str, TensorEntry]):
     def part(self, name: str, region: Region = ()) -> np.ndarray:
         """A region of a tensor in its stored dtype, read into memory of its own."""
         spec = self._of[name]
-        values = self._read(spec.path or name, (*spec.index, *region))
+        within = tuple(slice(*s.indices(n)) for s, n in zip(region, spec.shape, strict=False))
+        values = self._read(spec.path or name, (*spec.index, *within))
         return values.view(DTYPES[spec.dtype]) if spec.dtype == "I8" else values
 
     def read(self, name: str) -> np.ndarray:
@@ -129,10 +132,13 @@ class ConvertedFiles(Mapping[str, TensorEntry]):
             runs.append((start, np.memmap(path, np.uint8, "r", shape=(size, width))[: spec.shape[0] - start]))
         return runs
 
-    def region(self, path: str, region: Region) -> np.ndarray:
-        """A region of a whole stack, as it is stored."""
+    def region(self, path: str, region: Region, dtype: np.dtype) -> np.ndarray | None:
+        """A region of a whole stack, where it is stored in this dtype."""
+        stack = self.stacks.get(path)
+        if stack is None or stack.dtype != dtype:
+            return None
         values = self._read(path, region)
-        first = next(iter(self.stacks[path].sources.values())).weight
+        first = next(iter(stack.sources.values())).weight
         if first.dtype == "F8_E8M0":
             refuse_nan_scale(self, first.name, values)
         return values
@@ -151,8 +157,8 @@ def read_marker(directory: Path) -> dict[str, Any]:
     path = directory / MARKER
     if not path.is_file():
         raise CheckpointError(
-            f"{directory} has no {MARKER}: it is no finished conversion. Run the same csa2 convert again, which goes on where "
-            "it stopped"
+            f"{directory} has no {MARKER}: it is no finished conversion. Run the same command again, which goes on where it "
+            "stopped"
         )
     try:
         marker = json.loads(path.read_text(encoding="utf-8"))
@@ -184,9 +190,13 @@ def _open(params: Path, stacks: Mapping[str, Stack]) -> dict[str, ts.TensorStore
         flags = {"ocdbt": bool(tree["use_ocdbt"]), "zarr3": bool(tree.get("use_zarr3"))}
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise CheckpointError(f"{metadata} is no description of an Orbax checkpoint ({error}): convert again") from None
-    context = ts.Context({"cache_pool": {"total_bytes_limit": 0}})
+    # Tensors lie side by side in one piece and are asked for one after the other: each piece is read once.
+    context = ts.Context({"cache_pool": {"total_bytes_limit": _CACHE_BYTES}})
     waiting = {
-        path: ts.open(array_spec(params, path, **flags), read=True, open=True, context=context) for path in stacks
+        path: ts.open(
+            array_spec(params, path, **flags), read=True, open=True, context=context, recheck_cached_data=False
+        )
+        for path in stacks
     }
     arrays = {}
     for path, stack in stacks.items():

@@ -99,6 +99,7 @@ def export(
     if staging.target.exists():
         stamp = staging.target / _STAMP
         if stamp.is_file() and json.loads(stamp.read_text()).get("made_from") == staging.fingerprint:
+            staging.tidy()
             return result
         raise FileExistsError(
             f"{target} exists and was not made by this command from this source: choose another place, or remove it"

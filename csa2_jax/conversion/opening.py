@@ -49,7 +49,10 @@ def open_checkpoint(directory: str | os.PathLike[str]) -> Opened:
 def _without_absent_parts(config: ModelConfig, files: TensorFiles) -> ModelConfig:
     """The port's text model has no draft head and no image tower, whatever its config.json says."""
     if config.num_nextn_predict_layers and not any(name.startswith("mtp.") for name in files):
-        config = dataclasses.replace(config, num_nextn_predict_layers=0, dspark_target_layer_ids=())
+        ratios = config.compress_ratios[: config.num_hidden_layers]
+        config = dataclasses.replace(
+            config, num_nextn_predict_layers=0, dspark_target_layer_ids=(), compress_ratios=ratios
+        )
     if config.has_vision and not any(name.startswith(("vision.", "aligner.", "image_")) for name in files):
         config = dataclasses.replace(config, vision=None)
     return config

@@ -1,11 +1,11 @@
 """A directory that is whole or not there: built beside its place, resumable, committed by one rename.
 
-    TARGET.partial/    while it is written: files appear under their names only when they are complete
-    TARGET/            afterwards
+    TARGET.partial/begun.json   while it is written: what it is made from, so that nothing else is ever mixed in
+                   content/     files appear under their names only when they are complete
+    TARGET/                     afterwards: content/, renamed
 
-A piece that is there is done: every file is written under another name, flushed to the disk and renamed. What was begun is told
-in `begun.json`, so that another source or other options never mix into it. Several processes (hosts) may write into one
-directory; the one that finishes last commits.
+A piece that is there is done: every file is written under another name, flushed to the disk and renamed.
+Several processes (hosts) may write into one directory; the one that finishes last commits.
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ from typing import Any, Final
 
 from csa2_jax.safetensors_io import CheckpointError
 
-_BEGUN: Final = "begun.json"
+BEGUN: Final = "begun.json"
+_CONTENT: Final = "content"
 
 
 class Staging:
@@ -32,6 +33,7 @@ class Staging:
     def __init__(self, target: str | os.PathLike[str], begun: dict[str, Any], host: int = 0, hosts: int = 1) -> None:
         self.target = Path(os.path.abspath(target))
         self.partial = self.target.with_name(self.target.name + ".partial")
+        self.content = self.partial / _CONTENT
         self.begun, self.host, self.hosts = begun, host, hosts
         if not 0 <= host < hosts:
             raise ValueError(f"{host=} must be from 0 to {hosts - 1}, of {hosts=}")
@@ -59,7 +61,8 @@ class Staging:
                     "it, or stop it"
                 ) from None
             self._agree()
-            for left in self.partial.rglob(f"*{self._suffix}"):  # of a process that was killed
+            self.content.mkdir(exist_ok=True)
+            for left in self.content.rglob(f"*{self._suffix}"):  # of a process that was killed
                 left.unlink()
             yield
 
@@ -68,12 +71,12 @@ class Staging:
         return f".writing-{self.host}"
 
     def _agree(self) -> None:
-        path = self.partial / _BEGUN
+        path = self.partial / BEGUN
         if not path.exists():
-            content = [p for p in self.partial.iterdir() if not p.name.startswith(".lock-") and _BEGUN not in p.name]
-            if content:
-                raise CheckpointError(f"{self.partial} holds {content[0].name} and is none of ours: move it away")
-            self.write(_BEGUN, [json.dumps(self.begun, sort_keys=True, indent=1).encode()])
+            others = [p for p in self.partial.iterdir() if not p.name.startswith(".lock-") and BEGUN not in p.name]
+            if others:
+                raise CheckpointError(f"{self.partial} holds {others[0].name} and is none of ours: move it away")
+            self._put(path, [json.dumps(self.begun, sort_keys=True, indent=1).encode()])
         try:
             found = json.loads(path.read_text(encoding="utf-8"))
         except ValueError:
@@ -89,7 +92,7 @@ class Staging:
     def done(self, name: str, nbytes: int) -> bool:
         """Whether this file is there, whole."""
         try:
-            return (self.partial / name).stat().st_size == nbytes
+            return (self.content / name).stat().st_size == nbytes
         except FileNotFoundError:
             return False
 
@@ -98,7 +101,9 @@ class Staging:
 
         Raises CheckpointError when the disk is full; what is done stays, and the same command goes on from there.
         """
-        path = self.partial / name
+        self._put(self.content / name, pieces)
+
+    def _put(self, path: Path, pieces: Iterable[Any]) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         temporary = path.with_name(path.name + self._suffix)
         try:
@@ -115,8 +120,8 @@ class Staging:
             if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
                 free = shutil.disk_usage(self.partial).free
                 raise CheckpointError(
-                    f"{self.partial} cannot take {name}: {os.strerror(error.errno)}, {free / 1e9:.2f} GB are free. Make room and "
-                    "run the same command again: it goes on where it stopped"
+                    f"{self.partial} cannot take {path.name}: {os.strerror(error.errno)}, {free / 1e9:.2f} GB are free. Make "
+                    "room and run the same command again: it goes on where it stopped"
                 ) from None
             raise
 
@@ -134,7 +139,7 @@ class Staging:
         """Mark this host's part as done; True for the host that saw all others done, which is to commit."""
         if self.hosts == 1:
             return True
-        self.write(f".done-{self.host}", [b""])
+        self._put(self.partial / f".done-{self.host}", [b""])
         return all((self.partial / f".done-{host}").exists() for host in range(self.hosts))
 
     def commit(self) -> None:
@@ -143,12 +148,15 @@ class Staging:
             raise FileExistsError(
                 f"{self.target} came into being meanwhile: move it away and run the same command again"
             )
-        for path in self.partial.iterdir():
-            if path.name.startswith((".lock-", ".done-")) or path.name == _BEGUN:
-                path.unlink()
-        _sync_directories(self.partial)
-        self.partial.rename(self.target)
+        _sync_directories(self.content)
+        self.content.rename(self.target)
         _sync(self.target.parent)
+        self.tidy()
+
+    def tidy(self) -> None:
+        """Remove what is left of the work once the directory is whole."""
+        if self.target.exists() and not self.content.exists() and (self.partial / BEGUN).exists():
+            shutil.rmtree(self.partial, ignore_errors=True)
 
 
 def _sync_directories(root: Path) -> None:

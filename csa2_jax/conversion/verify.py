@@ -122,9 +122,9 @@ def _tensor(left: _Side, right: _Side, name: str, digests: bool, advance: Any) -
         a, b = (np.ascontiguousarray(side.files.part(name, block)) for side in (left, right))
         raw = [v.reshape(-1).view(np.uint8) for v in (a, b)]
         if hashed is not None:
-            hashed.update(raw[0])
+            hashed.update(raw[0].data)
         advance(a.nbytes)
-        if not np.array_equal(*raw):
+        if not np.array_equal(raw[0], raw[1]):
             unequal = (raw[0] != raw[1]).reshape(a.size, -1).any(axis=1).reshape(a.shape)
             wrong += int(unequal.sum())
             if where is None:

@@ -23,6 +23,9 @@ class _View(Mapping[str, TensorEntry]):
         self.source, self.directory = files, Path(files.directory)
         self._of = {spec.name: spec for spec in specs}
 
+    def region(self, path: str, region: Region, dtype: np.dtype) -> None:
+        """No stacks are seen here, only single tensors."""
+
     def __getitem__(self, name: str) -> TensorEntry:
         spec = self._of[name]
         return TensorEntry(name, spec.dtype, spec.shape, self.directory, 0, spec.nbytes)

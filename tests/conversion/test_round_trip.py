@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 from pathlib import Path
 from typing import Any
 
-import jax
 import ml_dtypes
 import numpy as np
-import orbax.checkpoint as ocp
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -21,7 +20,7 @@ from csa2_jax.conversion.budget import budget
 from csa2_jax.conversion.convert import chunk_shape, convert, pieces_of
 from csa2_jax.conversion.converted import ConvertedFiles, layout
 from csa2_jax.conversion.export import export
-from csa2_jax.conversion.stacks import stacks_of
+from csa2_jax.conversion.stacks import Stack, stacks_of
 from csa2_jax.conversion.verify import verify
 from csa2_jax.conversion.views import tile_exponents
 from csa2_jax.manifest import release_tensors
@@ -180,9 +179,15 @@ def test_scales_are_the_smallest_powers_of_two_that_hold_the_largest(tile: int, 
 # ---- pieces ----
 
 
-@settings(max_examples=40, deadline=None, derandomize=True, database=None, suppress_health_check=list(HealthCheck))
+@functools.cache
+def random_stacks(weights: Any) -> dict[str, Stack]:
+    config = ModelConfig.from_hf(make("fp8")[0])
+    return stacks_of(list(release_tensors(config)), {s.name: s for s in layout(config, weights)})
+
+
+@settings(max_examples=20, deadline=None, derandomize=True, database=None, suppress_health_check=list(HealthCheck))
 @given(
-    piece_bytes=st.sampled_from([1, 64, 1000, 5000, 1 << 20]),
+    piece_bytes=st.sampled_from([250, 1000, 5000, 1 << 20]),
     mesh=st.sampled_from([{}, {"model": 2}, {"data": 2, "model": 4}, {"expert": 2, "model": 2}]),
     hosts=st.sampled_from([1, 2, 3, 8]),
     weights=st.sampled_from(["stored", "bfloat16"]),
@@ -190,9 +195,7 @@ def test_scales_are_the_smallest_powers_of_two_that_hold_the_largest(tile: int, 
 def test_pieces_cover_every_array_once_whatever_hosts_and_meshes(
     piece_bytes: int, mesh: dict[str, int], hosts: int, weights: Any
 ) -> None:
-    config = ModelConfig.from_hf(make("fp8")[0])
-    specs = list(release_tensors(config))
-    stacks = stacks_of(specs, {s.name: s for s in layout(config, weights)})
+    stacks = random_stacks(weights)
     seen = {path: np.zeros(stack.shape, np.int8) for path, stack in stacks.items()}
     names = set()
     for host in range(hosts):
@@ -236,74 +239,6 @@ def test_hosts_write_one_checkpoint_together(tmp_path: Path) -> None:
     assert len(list((tmp_path / "alone" / experts).iterdir())) > 4
 
 
-# ---- devices ----
-
-MESHES: dict[str, tuple[tuple[int, ...], tuple[str, ...]]] = {
-    "1": ((1,), ("model",)),
-    "2": ((2,), ("model",)),
-    "4x2": ((4, 2), ("data", "model")),
-    "8": ((8,), ("model",)),
-}
-
-
-@pytest.mark.parametrize("name", MESHES)
-@pytest.mark.parametrize("converted", [False, True])
-def test_checkpoint_loads_onto_a_mesh_with_the_sharding_asked_for(name: str, converted: bool, tmp_path: Path) -> None:
-    shape, axes = MESHES[name]
-    source = written("fp8", tmp_path / "source")
-    expected = parameters(load_checkpoint(source))
-    if converted:
-        convert(source, tmp_path / "orbax", mesh={"model": 8}, piece_bytes=SMALL_PIECES)
-        source = tmp_path / "orbax"
-    mesh = jax.make_mesh(shape, axes, devices=jax.devices()[: int(np.prod(shape))])
-    model = load_checkpoint(source, mesh=mesh)
-    from flax import nnx
-
-    split = 0
-    for key, variable in nnx.to_flat_state(nnx.state(model)):
-        array, path = variable[...], ".".join(map(str, key))
-        assert np.asarray(array).tobytes() == expected[path].tobytes(), path
-        assert array.sharding.mesh.shape == mesh.shape
-        split += not array.sharding.is_fully_replicated
-    assert split > 8 or shape == (1,)
-    rules = {"heads": ("data", "model")}
-    other = load_checkpoint(source, mesh=mesh, rules=rules)
-    heads = other.layers.attn.wq_b.weight[...].sharding.spec
-    first = next((a for a, n in zip(axes, shape, strict=True) if n > 1 and a in ("data", "model")), None)
-    assert (heads[1] if first else None) in (first, (first,))
-
-
-@pytest.mark.parametrize("name", MESHES)
-def test_orbax_itself_restores_the_parameters_onto_a_mesh(name: str, tmp_path: Path) -> None:
-    """No code of ours reads it: names, values and the sharding that is asked for, with a mesh active."""
-    from jax.sharding import NamedSharding, PartitionSpec
-
-    shape, axes = MESHES[name]
-    source = written("fp8", tmp_path / "source")
-    convert(source, tmp_path / "orbax", mesh={"model": 4}, piece_bytes=SMALL_PIECES)
-    expected = parameters(load_checkpoint(source, compute_dtype="bfloat16"))
-    mesh = jax.make_mesh(shape, axes, devices=jax.devices()[: int(np.prod(shape))])
-    with jax.set_mesh(mesh), ocp.StandardCheckpointer() as checkpointer:
-        metadata = checkpointer.metadata(tmp_path / "orbax/params").item_metadata
-
-        def wanted(m: Any) -> jax.ShapeDtypeStruct:
-            last = "model" if m.shape[-1] % 8 == 0 else None
-            sharding = NamedSharding(mesh, PartitionSpec(*[None] * (len(m.shape) - 1), last))
-            return jax.ShapeDtypeStruct(m.shape, m.dtype, sharding=sharding)
-
-        target = jax.tree.map(wanted, metadata)
-        tree = checkpointer.restore(tmp_path / "orbax/params", target)
-    found = {".".join(str(k.key) for k in path): leaf for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]}
-    for path, value in found.items():
-        assert value.sharding.mesh.shape == mesh.shape
-        values = np.asarray(value)
-        if values.dtype == expected[path].dtype:
-            assert values.tobytes() == expected[path].tobytes(), path
-        else:  # what the model widens to compute in f32
-            np.testing.assert_array_equal(values.astype(np.float32), expected[path])
-    assert set(expected) - set(found) == {"token_map", "ngram_products"}
-
-
 # ---- plan ----
 
 
@@ -322,28 +257,6 @@ def test_plan_of_the_released_model_is_the_release() -> None:
     alone = budget(ModelConfig.from_hf(RELEASED))
     carried = sum(p.stack.nbytes for p in alone.parameters if not p.built)
     assert alone.device_bytes == 510_286_023_000 - carried
-
-
-def test_plan_agrees_with_what_a_mesh_really_holds(tmp_path: Path) -> None:
-    source = written("fp8", tmp_path / "source")
-    sizes = {"data": 2, "model": 4}
-    mesh = jax.make_mesh((2, 4), ("data", "model"))
-    model = load_checkpoint(source, mesh=mesh)
-    planned = {p.stack.path: p.device_bytes for p in budget(ModelConfig.from_hf(source), mesh=sizes).parameters}
-    from flax import nnx
-
-    checked = 0
-    for key, variable in nnx.to_flat_state(nnx.state(model)):
-        array, path = variable[...], ".".join(map(str, key))
-        widened = (
-            array.dtype == np.float32
-            and path in planned
-            and planned[path] * 2 == array.addressable_shards[0].data.nbytes
-        )
-        if path in planned and not widened:
-            assert array.addressable_shards[0].data.nbytes == planned[path], path
-            checked += 1
-    assert checked > 30
 
 
 def test_names_of_the_release_are_read_through_the_converted_one(tmp_path: Path) -> None:
