@@ -96,6 +96,8 @@ def _print(found: Budget, device_memory: float) -> None:
     table.add_column("split over")
     table.add_column("a device", justify="right")
     for p in found.parameters:
+        if not p.built:
+            continue
         split = ", ".join(
             f"{axis or i}: {'+'.join(names)}"
             for i, (axis, names) in enumerate(zip(p.axes, p.partition, strict=True))
@@ -107,9 +109,12 @@ def _print(found: Budget, device_memory: float) -> None:
             " x ".join(map(str, p.stack.shape)),
             p.stack.dtype.name,
             f"{p.stack.nbytes:,}",
-            split or ("-" if p.built else "carried along"),
-            f"{p.device_bytes:,}" if p.built else "",
+            split or "-",
+            f"{p.device_bytes:,}",
         )
+    if carried := [p for p in found.parameters if not p.built]:
+        nbytes = sum(p.stack.nbytes for p in carried)
+        table.add_row("the image tower", f"{len(carried):,}", "", "", f"{nbytes:,}", "carried along, not loaded", "")
     console.print(table)
     print(f"release   {len(found.tensors):,} tensors, {found.source_bytes:,} bytes")
     print(f"converted {len(found.parameters):,} arrays, {found.target_bytes:,} bytes")
