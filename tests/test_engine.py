@@ -399,8 +399,12 @@ def test_an_interrupt_waits_for_the_end_of_the_step() -> None:
             signal.raise_signal(signal.SIGINT)
 
         served._fill = interrupted  # type: ignore[method-assign]
-        with pytest.raises(KeyboardInterrupt):
-            served.step()
+        before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job ignores the signal
+        try:
+            with pytest.raises(KeyboardInterrupt):
+                served.step()
+        finally:
+            signal.signal(signal.SIGINT, before)
         served._fill = fill  # type: ignore[method-assign]
         events += list(served.run())
     assert ids([e for e in events if e.ticket == ticket]) == alone(prompt, 8)
