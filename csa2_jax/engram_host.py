@@ -62,8 +62,13 @@ class HostRows:
         found = []
         for part in self._parts:
             got = list(self._pool.map(part.take, pieces)) if len(pieces) > 1 else [part.take(wanted)]
-            found.append(np.concatenate(got)[places.reshape(rows.shape)])
-        return found[0], found[1]
+            found.append(np.concatenate(got))
+        if (bad := np.flatnonzero((found[1] == 255).any(axis=1))).size:
+            raise ValueError(
+                f"row {wanted[bad[0]]} of an n-gram table of {self.shape[0]} rows has scale byte 255, which is NaN in e8m0: the "
+                "table is damaged, fetch its file again"
+            )
+        return found[0][places.reshape(rows.shape)], found[1][places.reshape(rows.shape)]
 
     def rows_of(self, tokens_BU: np.ndarray, tokens: int) -> np.ndarray:
         """Table rows [B, tokens, Y] of the last `tokens` of these ids, as `engram.hash_rows` finds them.

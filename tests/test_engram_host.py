@@ -122,6 +122,18 @@ def test_runs_of_rows_are_one_table() -> None:
         _Runs([(0, rows[:7]), (8, rows[8:])])
 
 
+def test_damaged_scale_is_refused_when_its_row_is_read() -> None:
+    _, bound = models(materialise(SET))
+    table = bound.host_tables[0]
+    start, scales = table._parts[1].runs[0]
+    broken = np.array(scales)
+    broken[7, 0] = 255
+    table._parts[1] = _Runs([(start, broken)])
+    table.gather(np.array([[6, 8]]))
+    with pytest.raises(ValueError, match=r"row 7 of an n-gram table .* scale byte 255"):
+        table.gather(np.array([[6, 7]]))
+
+
 def test_tables_that_cannot_be_mapped_are_refused(tmp_path: Path) -> None:
     convert(materialise(SET), tmp_path / "orbax", piece_bytes=2048)
     victim = tmp_path / "orbax/params/engram_tables.0.weight/1.0"

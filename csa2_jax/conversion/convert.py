@@ -16,7 +16,7 @@ import os
 import tempfile
 import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
+from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Any, Final
 
@@ -108,7 +108,7 @@ def convert(
     begun = {
         "source": _fingerprint(files),
         "weights": weights,
-        "mesh": dict(mesh or {}),
+        "mesh": [list(axis) for axis in (mesh or {}).items()],
         "hosts": hosts,
         "piece_bytes": piece_bytes,
     }
@@ -118,6 +118,8 @@ def convert(
     stacks = stacks_of(specs, {spec.name: spec for spec in layout(config, weights)})
     own = list(pieces_of(stacks.values(), mesh or {}, piece_bytes, host, hosts))
     with staging.open():
+        if target.exists():  # finished by another process between the look above and the lock
+            return _already_there(target, staging, len(specs))
         missing = [piece for piece in own if not staging.done(piece.name, piece.nbytes)]
         needed, total = (sum(piece.nbytes for piece in some) for some in (missing, own))
         staging.require_space(needed)
@@ -126,7 +128,18 @@ def convert(
             _describe(staging, stack, mesh or {}, piece_bytes)
         with byte_progress("converting", total, done=total - needed, lines=True) as advance:
             _write_all(staging, files, missing, workers, advance)
+        if _fingerprint(files) != begun["source"]:
+            raise CheckpointError(
+                f"{source} changed while it was converted: its files are not those that were begun with. Remove "
+                f"{staging.partial} and convert again when nobody writes there"
+            )
         if complete := staging.all_hosts_done():
+            for piece in pieces_of(stacks.values(), mesh or {}, piece_bytes):  # of all hosts
+                if not staging.done(piece.name, piece.nbytes):
+                    raise CheckpointError(
+                        f"{staging.partial} lacks {piece.name} although every host says it is done: run the command of every "
+                        "host again"
+                    )
             _finish(staging, stacks, weights)
     return Converted(target, len(specs), total, total - needed, complete)
 
@@ -174,6 +187,8 @@ def _holders(
 def chunk_shape(stack: Stack, mesh: Mapping[str, int], piece_bytes: int) -> tuple[int, ...]:
     """Of at most `piece_bytes` (or one row), within a device's part, cut along the first axes."""
     split = pieces(partition(stack.path, stack.shape, mesh), mesh)
+    if stack.path.startswith("engram_tables."):
+        split = (split[0], 1)  # whole rows, however devices split them: they can be mapped, and are read once
     chunk = [n // s for n, s in zip(stack.shape, split, strict=True)]
     for axis, size in enumerate(chunk):
         rest = math.prod(chunk[axis + 1 :]) * stack.dtype.itemsize
@@ -214,7 +229,7 @@ def _write_all(staging: Staging, files: TensorFiles, missing: Sequence[Piece], w
                 waiting |= {pool.submit(write, piece) for piece in itertools.islice(queue, 4 * workers - len(waiting))}
                 if not waiting:
                     return
-                finished, waiting = wait(waiting, return_when=FIRST_EXCEPTION)
+                finished, waiting = wait(waiting, return_when=FIRST_COMPLETED)
                 for future in finished:
                     future.result()
         finally:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import json
 import os
 from collections.abc import Callable, Iterator, Sequence
@@ -12,14 +13,13 @@ from typing import Any, Final, Literal
 
 import numpy as np
 
-from csa2_jax.conversion.converted import MARKER, PARAMS, RELEASE_FILE, ConvertedFiles, layout, read_marker
+from csa2_jax.conversion.converted import MARKER, PARAMS, RELEASE_FILE, ConvertedFiles, layout
 from csa2_jax.conversion.stacks import Files
 from csa2_jax.conversion.staging import Staging
 from csa2_jax.conversion.views import Requantised, Widened
 from csa2_jax.manifest import TensorSpec, release_tensors
 from csa2_jax.progress import byte_progress
 from csa2_jax.safetensors_io import INDEX_FILE, SINGLE_FILE, CheckpointError
-from csa2_jax.token_map import TOKEN_MAP_FILE
 
 SHARD_BYTES: Final = 5 << 30
 _BLOCK_BYTES: Final = 32 << 20
@@ -92,7 +92,7 @@ def export(
     elif weights == "bfloat16" and config.quantized and files.weights != "bfloat16":
         view = Widened(files, layout(config, files.weights), specs)
     shards = _shards(root, specs, shard_bytes, alike=weights == "stored")
-    begun = {"source": read_marker(root).get("made_from"), "weights": weights, "shard_bytes": shard_bytes or 0}
+    begun = {"source": _fingerprint(root), "weights": weights, "shard_bytes": shard_bytes or 0}
     staging = Staging(target, begun)
     total = sum(shard.nbytes for shard in shards)
     result = Exported(Path(target), len(specs), total, len(shards))
@@ -129,6 +129,16 @@ def export(
         staging.write(_STAMP, [json.dumps({"made_from": staging.fingerprint}).encode()])
         staging.commit()
     return result
+
+
+def _fingerprint(root: Path) -> str:
+    """Of the names, sizes and times of all files of a converted directory."""
+    digest = hashlib.sha256()
+    for path in sorted(root.rglob("*")):
+        if path.is_file():
+            status = path.stat()
+            digest.update(f"{path.relative_to(root)} {status.st_size} {status.st_mtime_ns}\n".encode())
+    return digest.hexdigest()
 
 
 def _content(view: Files, shard: _Shard, advance: Callable[[int], None]) -> Iterator[Any]:
@@ -194,8 +204,6 @@ def _companions(staging: Staging, root: Path, *, quantized: bool) -> None:
             config.pop("quantization_config", None)
             config.get("text_config", {}).pop("quantization_config", None)
             content = json.dumps(config, indent=2).encode()
-        if path.name == TOKEN_MAP_FILE and (root / "tokenizer.json").is_file():
-            continue  # derived from the tokenizer, which travels
         staging.write(path.name, [content])
     if not (root / "config.json").is_file():
         raise CheckpointError(f"{root} has no config.json: convert again")

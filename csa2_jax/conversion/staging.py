@@ -55,13 +55,14 @@ class Staging:
         with (self.partial / f".lock-{self.host}").open("w") as lock:
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except OSError:
+            except BlockingIOError:
                 raise CheckpointError(
                     f"another process is writing {self.partial}{f' as host {self.host}' if self.hosts > 1 else ''}: wait for "
                     "it, or stop it"
                 ) from None
             self._agree()
             self.content.mkdir(exist_ok=True)
+            (self.partial / f".done-{self.host}").unlink(missing_ok=True)
             for left in self.content.rglob(f"*{self._suffix}"):  # of a process that was killed
                 left.unlink()
             yield

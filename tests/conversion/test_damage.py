@@ -235,6 +235,49 @@ def test_another_source_or_other_options_never_mix(tmp_path: Path, monkeypatch: 
         convert(source, tmp_path / "out", weights="bfloat16")
 
 
+def test_hosts_that_disagree_or_did_not_finish_make_nothing(tmp_path: Path) -> None:
+    source = written("fp8", tmp_path / "source")
+    convert(source, tmp_path / "out", mesh={"data": 2, "model": 2}, host=0, hosts=2, piece_bytes=SMALL_PIECES)
+    with pytest.raises(CheckpointError, match="begun with another mesh"):
+        convert(source, tmp_path / "out", mesh={"model": 2, "data": 2}, host=1, hosts=2, piece_bytes=SMALL_PIECES)
+    lost = next((tmp_path / "out.partial/content/params/layers.attn.wq_b.weight").glob("[0-9]*"))
+    lost.unlink()
+    options: dict[str, Any] = {"mesh": {"data": 2, "model": 2}, "hosts": 2, "piece_bytes": SMALL_PIECES}
+    with pytest.raises(
+        CheckpointError, match=r"lacks params/layers\.attn\.wq_b\.weight/.* run the command of every host again"
+    ):
+        convert(source, tmp_path / "out", host=1, **options)
+    assert not (tmp_path / "out").exists()
+    assert not convert(source, tmp_path / "out", host=0, **options).complete or (tmp_path / "out").exists()
+    convert(source, tmp_path / "out", host=1, **options)
+    assert verify(source, tmp_path / "out").differences == ()
+
+
+def test_a_source_that_changes_meanwhile_is_never_finished(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = written("fp8", tmp_path / "source")
+    real = staging.Staging.write
+
+    def write(self: staging.Staging, name: str, pieces: Any) -> None:
+        real(self, name, pieces)
+        if name.endswith("embed.weight/0.0"):
+            os.utime(source / "model.safetensors")
+
+    monkeypatch.setattr(staging.Staging, "write", write)
+    with pytest.raises(CheckpointError, match="changed while it was converted"):
+        convert(source, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_export_of_another_state_of_a_directory_is_not_taken_for_done(tmp_path: Path) -> None:
+    source = written("fp8", tmp_path / "source")
+    convert(source, tmp_path / "out")
+    export(tmp_path / "out", tmp_path / "back")
+    export(tmp_path / "out", tmp_path / "back")  # done already
+    os.utime(tmp_path / "out/params/norm.weight/0")
+    with pytest.raises(FileExistsError, match="was not made by this command from this source"):
+        export(tmp_path / "out", tmp_path / "back")
+
+
 def test_two_at_once_are_refused(tmp_path: Path) -> None:
     source = written("fp8", tmp_path / "source")
     first, second = (staging.Staging(tmp_path / "out", {"x": 1}) for _ in range(2))
