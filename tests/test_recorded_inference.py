@@ -28,8 +28,8 @@ SETS = {  # by name: cache, widths of calls (the last is the longest sequence)
     "twin40_fp8": ("packed", (1, CHUNK, 384)),
 }
 every_set = pytest.mark.parametrize("name", SETS)
-# Verifying a draft sums in another order than decoding does. On twin40_fp8 the greedy tokens then differ; single roundings that fall
-# the other way travel through its forty layers (see the README), which has not been traced for this case yet.
+# Verifying a draft sums in another order than decoding does. On twin40_fp8 the greedy tokens then differ. Single roundings that
+# fall the other way travel through its forty layers (see the README); this case has not been traced yet.
 token_sets = pytest.mark.parametrize("name", [name for name in SETS if name != "twin40_fp8"])
 small_sets = pytest.mark.parametrize("name", [name for name in SETS if name.startswith("tiny8")])
 rounded_sets = pytest.mark.parametrize("name", [name for name, (storage, _) in SETS.items() if storage == "packed"])
