@@ -148,7 +148,6 @@ class Soak:
         self.known: dict[tuple, list[tuple[int, float]]] = {}
         self.rng, self.counts = np.random.default_rng(seed), Counts()
         self.running: dict[int, tuple[tuple, list[tuple[int, float]]]] = {}
-        self.streams: list[tuple[Any, int]] = []
 
     def expected(self, key: tuple) -> list[tuple[int, float]]:
         """The answer, (token, log-probability), to a request that shares nothing with anyone."""

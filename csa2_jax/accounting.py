@@ -8,7 +8,6 @@ tile sizes.
 
 from __future__ import annotations
 
-import dataclasses
 import difflib
 import re
 from collections.abc import Mapping, Sequence
@@ -16,7 +15,7 @@ from pathlib import Path
 from typing import Final
 
 from csa2_jax.config import ModelConfig
-from csa2_jax.manifest import TensorSpec, release_tensors, unbuilt_parts
+from csa2_jax.manifest import TensorSpec, release_tensors
 from csa2_jax.safetensors_io import CheckpointError, TensorEntry, TensorFiles
 
 # Tensors that only DeepSeek-V4 has, and what they are.
@@ -30,18 +29,8 @@ _V4_TENSORS: Final = (
 _QUANTISED: Final = {"F8_E4M3", "I8"}
 
 
-@dataclasses.dataclass(frozen=True)
-class Accounting:
-    """A checkpoint whose every tensor is accounted for."""
-
-    specs: tuple[TensorSpec, ...]
-    nbytes: int
-    files: int
-    unbuilt: dict[str, int]  # name pattern -> tensors that are on disk but fill nothing yet
-
-
-def account(config: ModelConfig, files: TensorFiles) -> Accounting:
-    """Match every tensor of `files` with the manifest of `config`; CheckpointError names what does not match."""
+def account(config: ModelConfig, files: TensorFiles) -> tuple[TensorSpec, ...]:
+    """The manifest of `config`, matched with every tensor of `files`; CheckpointError names what does not match."""
     specs = tuple(release_tensors(config))
     where = files.directory
     _refuse_other_layouts(where, files)
@@ -50,7 +39,7 @@ def account(config: ModelConfig, files: TensorFiles) -> Accounting:
     problems = _lost_scales(wanted, files) or _names(wanted, files) or _shapes_and_dtypes(wanted, files)
     if problems:
         raise CheckpointError(f"{where} does not match its config.json: {_first(problems)}")
-    return Accounting(specs, files.nbytes, len(files.files), unbuilt_parts(config))
+    return specs
 
 
 def _refuse_other_layouts(where: Path, files: Mapping[str, TensorEntry]) -> None:

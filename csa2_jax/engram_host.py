@@ -46,7 +46,6 @@ class HostRows:
         self._pool = ThreadPoolExecutor(_THREADS, thread_name_prefix="engram")
         self._ahead: Future[None] | None = None
         self._lock = threading.Lock()
-        self.gathered_rows = 0
 
     @property
     def widths(self) -> tuple[int, int]:
@@ -57,7 +56,6 @@ class HostRows:
         """Codes uint8 [..., width] and scales uint8 [..., width / 32] of any rows."""
         rows = np.asarray(rows)
         wanted, places = np.unique(rows, return_inverse=True)
-        self.gathered_rows += len(wanted)
         pieces = [wanted[i : i + _ROWS_EACH] for i in range(0, len(wanted), _ROWS_EACH)]
         found = []
         for part in self._parts:

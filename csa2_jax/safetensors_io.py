@@ -68,6 +68,35 @@ class TensorEntry:
         return self.stop - self.start
 
 
+class Entries(Mapping[str, TensorEntry]):
+    """Tensors of a directory by name; subclasses say where `_entries` come from and how values are read."""
+
+    directory: Path
+    _entries: Mapping[str, TensorEntry]
+
+    def __getitem__(self, name: str) -> TensorEntry:
+        return self._entries[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._entries)
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all tensors together."""
+        return sum(entry.nbytes for entry in self._entries.values())
+
+    @property
+    def files(self) -> tuple[Path, ...]:
+        """Where they lie, in order of first use."""
+        return tuple(dict.fromkeys(entry.file for entry in self._entries.values()))
+
+    def region(self, path: str, region: tuple[slice, ...], dtype: np.dtype) -> np.ndarray | None:
+        """A region of a whole stack of parameters, by those who keep stacks in this dtype; None by the others."""
+
+
 class _Handles:
     """Open files by path, closed with their owner."""
 
@@ -86,7 +115,7 @@ class _Handles:
             os.close(handle)
 
 
-class TensorFiles(Mapping[str, TensorEntry]):
+class TensorFiles(Entries):
     """All tensors of a model directory by name; `read` maps one into memory without copying it.
 
     Raises CheckpointError for damage (see the module docstring) and FileNotFoundError when nothing is there to open.
@@ -116,25 +145,6 @@ class TensorFiles(Mapping[str, TensorEntry]):
                 f"{self.directory} holds neither {SINGLE_FILE} nor {INDEX_FILE}: no weights to read"
             )
 
-    def __getitem__(self, name: str) -> TensorEntry:
-        return self._entries[name]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._entries)
-
-    def __len__(self) -> int:
-        return len(self._entries)
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of all tensors together."""
-        return sum(entry.nbytes for entry in self._entries.values())
-
-    @property
-    def files(self) -> tuple[Path, ...]:
-        """The files that hold tensors, in order of first use."""
-        return tuple(dict.fromkeys(entry.file for entry in self._entries.values()))
-
     def read(self, name: str) -> np.ndarray:
         """Read-only view of a tensor in its stored dtype (`DTYPES`); pages come from disk as they are touched."""
         entry = self._entries[name]
@@ -154,9 +164,6 @@ class TensorFiles(Mapping[str, TensorEntry]):
             data = data.copy()  # a header of odd length leaves wider elements unaligned, which a view must not be
             data.flags.writeable = False
         return data.view(dtype).reshape(entry.shape)
-
-    def region(self, path: str, region: tuple[slice, ...], dtype: np.dtype) -> None:
-        """No stacks are kept here, only single tensors."""
 
     def rows(self, name: str) -> list[tuple[int, np.ndarray]]:
         """A tensor [rows, width] of bytes as runs (first row, mapped uint8 array); here one."""

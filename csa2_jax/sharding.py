@@ -30,33 +30,27 @@ DEFAULT_RULES: Final[Rules] = {
 """Tensor and expert parallelism over "model" (or experts over an axis of their own); n-gram tables over every device there is."""
 
 # Of the axes behind the stack axes; scales have the axes of their weights. The first match counts.
-_LINEARS: Final[tuple[tuple[str, Axes], ...]] = tuple(
-    (re.compile(pattern).pattern, axes)
-    for pattern, axes in (
-        (r"(^|\.)embed\.weight$", ("vocab", "model")),
-        (r"(^|\.)head\.weight$", ("vocab", "model")),
-        (r"\.markov_(embed|head)\.weight$", ("vocab", None)),
-        (r"^engram_tables\.\d+\.", ("table_rows", "table_width")),
-        (r"\.attn\.wq_b\.", ("heads", "query_rank")),
-        (r"\.attn\.wo_a\.", ("output_groups", None)),
-        (r"\.attn\.wo_b\.", ("model", "output_groups")),
-        (r"\.attn\.attn_sink$", ("heads",)),
-        (r"^indexers\.wq_b\.", ("index_heads", "query_rank")),
-        (r"^indexers\.weights_proj\.", ("index_heads", "model")),
-        (r"\.shared_experts\.w[13]\.", ("expert_hidden", "model")),
-        (r"\.shared_experts\.w2\.", ("model", "expert_hidden")),
-        (r"\.experts\.w[13]\.", ("experts", "expert_hidden", "model")),
-        (r"\.experts\.w2\.", ("experts", "model", "expert_hidden")),
-    )
+_AXES: Final[tuple[tuple[str, Axes], ...]] = (
+    (r"(^|\.)embed\.weight$", ("vocab", "model")),
+    (r"(^|\.)head\.weight$", ("vocab", "model")),
+    (r"\.markov_(embed|head)\.weight$", ("vocab", None)),
+    (r"^engram_tables\.\d+\.", ("table_rows", "table_width")),
+    (r"\.attn\.wq_b\.", ("heads", "query_rank")),
+    (r"\.attn\.wo_a\.", ("output_groups", None)),
+    (r"\.attn\.wo_b\.", ("model", "output_groups")),
+    (r"\.attn\.attn_sink$", ("heads",)),
+    (r"^indexers\.wq_b\.", ("index_heads", "query_rank")),
+    (r"^indexers\.weights_proj\.", ("index_heads", "model")),
+    (r"\.shared_experts\.w[13]\.", ("expert_hidden", "model")),
+    (r"\.shared_experts\.w2\.", ("model", "expert_hidden")),
+    (r"\.experts\.w[13]\.", ("experts", "expert_hidden", "model")),
+    (r"\.experts\.w2\.", ("experts", "model", "expert_hidden")),
 )
-_NEVER: Final = frozenset(
-    {"model", "query_rank", "layers"}
-)  # logical "model" is the width D; a rule may still split it
 
 
 def logical_axes(path: str, ndim: int) -> Axes:
     """Logical axis of every dimension of a stacked parameter; None where it has no name that rules speak about."""
-    for pattern, axes in _LINEARS:
+    for pattern, axes in _AXES:
         if re.search(pattern, path):
             return (*("layers",) * (ndim - len(axes)), *axes)
     return (None,) * ndim

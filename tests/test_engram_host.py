@@ -33,10 +33,9 @@ def directory(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathF
 
 
 def models(directory: Path) -> tuple[Bound, Bound]:
-    return tuple(  # type: ignore[return-value]
-        Bound.of(load_checkpoint(directory, compute_dtype="float32", fake_quant=False, engram=where))
-        for where in ("device", "host")
-    )
+    options: dict[str, Any] = {"compute_dtype": "float32", "fake_quant": False}
+    device, host = (Bound.of(load_checkpoint(directory, engram=where, **options)) for where in ("device", "host"))
+    return device, host
 
 
 def tokens(bound: Bound, count: int = 40) -> np.ndarray:

@@ -28,9 +28,6 @@ SETS = {  # by name: cache, widths of calls (the last is the longest sequence)
     "twin40_fp8": ("packed", (1, CHUNK, 384)),
 }
 every_set = pytest.mark.parametrize("name", SETS)
-# Verifying a draft sums in another order than decoding does. On twin40_fp8 the greedy tokens then differ. Single roundings that
-# fall the other way travel through its forty layers (see the README); this case has not been traced yet.
-token_sets = pytest.mark.parametrize("name", [name for name in SETS if name != "twin40_fp8"])
 small_sets = pytest.mark.parametrize("name", [name for name in SETS if name.startswith("tiny8")])
 rounded_sets = pytest.mark.parametrize("name", [name for name, (storage, _) in SETS.items() if storage == "packed"])
 
@@ -91,12 +88,17 @@ def test_packed_cache_equals_bf16_in_any_chunking(name: str, counts: list[list[i
     assert_equal(run(small, "packed", counts), run(small, "bf16", counts))
 
 
-@token_sets
+@every_set
 @few(1)
 @given(lengths=st.lists(st.integers(1, CHUNK), min_size=BATCH, max_size=BATCH), threshold=st.sampled_from([0.0, 0.3]))
 def test_greedy_generation_with_drafts_equals_generation_without(
     name: str, lengths: list[int], threshold: float
 ) -> None:
+    """All tokens; with the roundings of forty layers, every token of a row up to the first rounding that fell the other way.
+
+    Calls of other widths sum in another order, with drafts or without: the same tokens in calls of 1 and of 6 give twin40_fp8 logits
+    that agree to 1e-6 until one of them jumps by 1e-2 or more at once, and it stays in the cache.
+    """
     small, storage = recorded(name), SETS[name][0]
     prompts = [small.tokens(batch=BATCH)[b, :n].tolist() for b, n in enumerate(lengths)]
     found = []
@@ -105,9 +107,21 @@ def test_greedy_generation_with_drafts_equals_generation_without(
             events = generate(
                 small.bound, prompts, max_new_tokens=16, stop_at_eos=False, speculative=speculative, storage=storage
             )
-            found.append({(e.row, e.index): e.token for e in events})
-    assert len(found[0]) == BATCH * 16
-    assert found[1] == found[0]
+            found.append({(e.row, e.index): (e.token, e.logprob) for e in events})
+    plain, drafted = found
+    assert plain.keys() == drafted.keys()
+    assert len(plain) == BATCH * 16
+    compared = 0
+    for row in range(BATCH):
+        for index in range(16):
+            (token, logprob), (other, its) = plain[row, index], drafted[row, index]
+            assert logprob is not None
+            assert its is not None
+            if name == "twin40_fp8" and abs(logprob - its) > 1e-4:
+                break
+            assert other == token
+            compared += 1
+    assert compared == BATCH * 16 if name != "twin40_fp8" else compared > BATCH * 16 // 2
 
 
 def served(name: str, prefix_bytes: int, requests: list[tuple[tuple[int, ...], int, int]]) -> list[list[int]]:

@@ -8,6 +8,8 @@ mesh no piece crosses the border between two devices' parts if it can be helped,
 from __future__ import annotations
 
 import dataclasses
+import hashlib
+import io
 import itertools
 import json
 import logging
@@ -276,8 +278,6 @@ def _companions(staging: Staging, opened: Opened, token_map: np.ndarray | None) 
 
 
 def _npy(array: np.ndarray) -> bytes:
-    import io
-
     buffer = io.BytesIO()
     np.save(buffer, array, allow_pickle=False)
     return buffer.getvalue()
@@ -325,8 +325,6 @@ def orbax_metadata(paths: Any) -> dict[str, bytes]:
 
 def _fingerprint(files: TensorFiles) -> str:
     """Of all headers and of the files' sizes and times: changes when the source does."""
-    import hashlib
-
     digest = hashlib.sha256()
     for path in sorted(files.files):
         status = path.stat()

@@ -14,7 +14,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final, Literal, get_args
 
@@ -25,7 +25,7 @@ from csa2_jax.config import ModelConfig
 from csa2_jax.conversion.stacks import Region, Stack, refuse_nan_scale, stacks_of
 from csa2_jax.conversion.staging import BEGUN
 from csa2_jax.manifest import TensorSpec, release_tensors
-from csa2_jax.safetensors_io import DTYPES, CheckpointError, TensorEntry
+from csa2_jax.safetensors_io import DTYPES, CheckpointError, Entries, TensorEntry
 
 Weights = Literal["stored", "bfloat16", "float32"]
 MARKER: Final = "csa2.json"
@@ -54,7 +54,7 @@ def is_converted(directory: str | os.PathLike[str]) -> bool:
     return any((directory / name).exists() for name in (MARKER, PARAMS, BEGUN))
 
 
-class ConvertedFiles(Mapping[str, TensorEntry]):
+class ConvertedFiles(Entries):
     """All tensors of a converted directory by their release names; regions of them, and of whole stacks.
 
     Raises CheckpointError for a directory that was never finished, is of another version, or does not hold what its
@@ -77,25 +77,6 @@ class ConvertedFiles(Mapping[str, TensorEntry]):
 
     def _file(self, spec: TensorSpec) -> Path:
         return self.directory / PARAMS / (spec.path or spec.name)
-
-    def __getitem__(self, name: str) -> TensorEntry:
-        return self._entries[name]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._entries)
-
-    def __len__(self) -> int:
-        return len(self._entries)
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of all tensors together."""
-        return sum(spec.nbytes for spec in self.specs)
-
-    @property
-    def files(self) -> tuple[Path, ...]:
-        """The arrays' folders."""
-        return tuple(dict.fromkeys(map(self._file, self.specs)))
 
     def part(self, name: str, region: Region = ()) -> np.ndarray:
         """A region of a tensor in its stored dtype, read into memory of its own."""

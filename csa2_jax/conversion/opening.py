@@ -43,7 +43,7 @@ def open_checkpoint(directory: str | os.PathLike[str]) -> Opened:
     if is_port(files):
         files = RenamedFiles(files)
         config = _without_absent_parts(config, files)
-    return Opened(config, files, account(config, files).specs, changed=config != written)
+    return Opened(config, files, account(config, files), changed=config != written)
 
 
 def _without_absent_parts(config: ModelConfig, files: TensorFiles) -> ModelConfig:

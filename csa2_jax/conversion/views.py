@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import ml_dtypes
@@ -11,30 +11,20 @@ import numpy as np
 
 from csa2_jax.conversion.stacks import Files, Region, Source, Stack
 from csa2_jax.manifest import TILE, TensorSpec
-from csa2_jax.safetensors_io import DTYPES, CheckpointError, TensorEntry
+from csa2_jax.safetensors_io import DTYPES, CheckpointError, Entries, TensorEntry
 
 _FP8_MAX, _FP4_MAX = 448.0, 6.0
 
 
-class _View(Mapping[str, TensorEntry]):
+class _View(Entries):
     """Tensors as `specs` describe them, made from `files`."""
 
     def __init__(self, files: Files, specs: Sequence[TensorSpec]) -> None:
         self.source, self.directory = files, Path(files.directory)
         self._of = {spec.name: spec for spec in specs}
-
-    def region(self, path: str, region: Region, dtype: np.dtype) -> None:
-        """No stacks are seen here, only single tensors."""
-
-    def __getitem__(self, name: str) -> TensorEntry:
-        spec = self._of[name]
-        return TensorEntry(name, spec.dtype, spec.shape, self.directory, 0, spec.nbytes)
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._of)
-
-    def __len__(self) -> int:
-        return len(self._of)
+        self._entries = {
+            spec.name: TensorEntry(spec.name, spec.dtype, spec.shape, self.directory, 0, spec.nbytes) for spec in specs
+        }
 
 
 class Widened(_View):
