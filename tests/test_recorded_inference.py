@@ -96,8 +96,8 @@ def test_greedy_generation_with_drafts_equals_generation_without(
 ) -> None:
     """All tokens; with the roundings of forty layers, every token of a row up to the first rounding that fell the other way.
 
-    Calls of other widths sum in another order, with drafts or without: the same tokens in calls of 1 and of 6 give twin40_fp8 logits
-    that agree to 1e-6 until one of them jumps by 1e-2 or more at once, and it stays in the cache.
+    Calls of other widths sum in another order, with drafts or without: the same tokens in calls of 1 and of 6 give twin40_fp8
+    logits that agree to 1e-6 until one of them jumps by 1e-2 or more at once, and it stays in the cache.
     """
     small, storage = recorded(name), SETS[name][0]
     prompts = [small.tokens(batch=BATCH)[b, :n].tolist() for b, n in enumerate(lengths)]
