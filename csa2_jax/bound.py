@@ -19,25 +19,7 @@ from csa2_jax.engram_host import HostRows, HostTable
 from csa2_jax.model import ForwardOutput, Model
 from csa2_jax.numerics import Numerics
 from csa2_jax.state import Cache
-
-
-class Structure:
-    """The static half of a split module, hashed once: jit hashes its static arguments on every call."""
-
-    def __init__(self, graphdef: nnx.GraphDef[Any]) -> None:
-        self.graphdef, self._hash = graphdef, hash(graphdef)
-
-    def __hash__(self) -> int:
-        return self._hash
-
-    def __eq__(self, other: object) -> bool:
-        return self is other or (isinstance(other, Structure) and self.graphdef == other.graphdef)
-
-    @classmethod
-    def split(cls, module: nnx.Module) -> tuple[Structure, Any]:
-        """(structure, state) of a module."""
-        graphdef, state = nnx.split(module)
-        return cls(graphdef), state
+from csa2_jax.structure import Structure
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,6 +48,12 @@ class Bound:
         backbone.draft = None
         feed, draft = Structure.split(DraftFeed(model.draft)), Structure.split(model.draft)
         return cls(model.config, model.numerics, *Structure.split(backbone), feed, draft, tables)
+
+    @functools.cached_property
+    def vocabulary(self) -> tuple[jax.Array, jax.Array]:
+        """The embedding and the output head [V, D], which the draft head shares."""
+        backbone = self.structure.state(self.state)
+        return tuple(backbone[name]["weight"].get_value() for name in ("embed", "head"))  # type: ignore[return-value]
 
     def prefetch(self, tokens_BT: np.ndarray, start: int, stop: int) -> None:
         """A hint that tokens [B, start:stop] come next: rows of n-gram tables on the host are read meanwhile."""
@@ -137,8 +125,8 @@ def _jit_forward(
     all_logits: bool,
     capture: frozenset[str],
 ) -> tuple[ForwardOutput, Cache | None]:
-    feed = None if feed_structure is None else nnx.merge(feed_structure.graphdef, feed_state)
-    model = nnx.merge(structure.graphdef, state)
+    feed = None if feed_structure is None else feed_structure.merge(feed_state)
+    model = structure.merge(state)
     return model(tokens, cache, lengths, all_logits=all_logits, capture=capture, feed=feed)
 
 
@@ -151,4 +139,4 @@ def forward_encoder(bound: Bound, tokens: np.ndarray, cache: Cache, lengths: np.
 
 @functools.partial(jax.jit, static_argnames=("structure",), donate_argnames=("cache",))
 def _jit_encoder(structure: Structure, state: Any, tokens: jax.Array, cache: Cache, lengths: jax.Array) -> Cache:
-    return nnx.merge(structure.graphdef, state).encode_only(tokens, cache, lengths)
+    return structure.merge(state).encode_only(tokens, cache, lengths)

@@ -14,14 +14,14 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import nnx
 
 from csa2_jax import speculative
-from csa2_jax.bound import Bound, Structure
+from csa2_jax.bound import Bound
 from csa2_jax.calls import check_storage
 from csa2_jax.sampling import Rules, Sampling, draw, log_distribution
 from csa2_jax.speculative import Acceptance, without
 from csa2_jax.state import Cache
+from csa2_jax.structure import Structure
 from kernels_pallas import Unsupported
 
 
@@ -164,7 +164,7 @@ def _jit_decode(
     *,
     banned: int | None,
 ) -> tuple[tuple[jax.Array, jax.Array], Cache | None]:
-    feed = None if feed_structure is None else nnx.merge(feed_structure.graphdef, feed_state)
-    model = nnx.merge(structure.graphdef, state)
+    feed = None if feed_structure is None else feed_structure.merge(feed_state)
+    model = structure.merge(state)
     out, cache = model(token_B[:, None], cache, live_B, all_logits=False, feed=feed)
     return _draw(out.logits, rules, index_B, banned), cache

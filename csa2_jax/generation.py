@@ -12,10 +12,9 @@ from typing import Any, Literal
 
 import jax
 import numpy as np
-from flax import nnx
 
 from csa2_jax import speculative as drafting
-from csa2_jax.bound import Bound, Structure
+from csa2_jax.bound import Bound
 from csa2_jax.calls import check_call, check_room, whole_numbers
 from csa2_jax.config import ModelConfig
 from csa2_jax.decoding import Decoder
@@ -25,6 +24,7 @@ from csa2_jax.numerics import Numerics
 from csa2_jax.prefilling import Route, bucket, prefill
 from csa2_jax.sampling import Sampling
 from csa2_jax.state import Cache, Storage, init_cache, positive
+from csa2_jax.structure import Structure
 from kernels_pallas import Unsupported
 
 _ROW_STRIDE = 0x9E3779B97F4A7C15  # seeds of neighbouring rows lie far apart
@@ -58,14 +58,13 @@ def draft(model: Model | Bound, tokens_B: Any, cache: Cache) -> Draft:
         )
     if (cache.lengths() < 1).any():
         raise ValueError("every row must have consumed at least one token before a draft")
-    embed, head = (bound.state[name]["weight"].get_value() for name in ("embed", "head"))
-    arrays = (ids.astype(np.int32), cache.draft_window_LBWH, cache.length_B, embed, head)
+    arrays = (ids.astype(np.int32), cache.draft_window_LBWH, cache.length_B, *bound.vocabulary)
     return _jit_draft(bound.draft[0], bound.config, bound.numerics, bound.draft[1], *arrays)
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2))
 def _jit_draft(structure: Structure, config: ModelConfig, numerics: Numerics, state: Any, *arrays: jax.Array) -> Draft:
-    return nnx.merge(structure.graphdef, state)(*arrays, config, numerics)
+    return structure.merge(state)(*arrays, config, numerics)
 
 
 def generate(

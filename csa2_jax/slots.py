@@ -14,12 +14,11 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from flax import nnx
 from jax import lax
 
-from csa2_jax.bound import Structure
 from csa2_jax.model import ForwardOutput
 from csa2_jax.state import Cache, Pool, pool_name, put_row, take_row
+from csa2_jax.structure import Structure
 from kernels_pallas import storage
 
 Block = dict[str, tuple[Any, Any]]  # by ratio: entries and index keys, [G, 1, block / m, ...]
@@ -52,11 +51,11 @@ def fill(
     full: bool,
 ) -> tuple[jax.Array | None, Cache]:
     """Append `count` of the tokens [1, T] to one row, by all layers (and its last logits [1, V]) or by the encoder alone."""
-    model = nnx.merge(structure.graphdef, state)
+    model = structure.merge(state)
     one = take_row(cache, row)
     if not full:
         return None, put_row(cache, row, model.encode_only(tokens_BT, one, count_B))
-    feed = None if feed_structure is None else nnx.merge(feed_structure.graphdef, feed_state)
+    feed = None if feed_structure is None else feed_structure.merge(feed_state)
     out, one = model(tokens_BT, one, count_B, all_logits=False, feed=feed)
     assert isinstance(out, ForwardOutput)
     return out.logits, put_row(cache, row, one)

@@ -20,14 +20,14 @@ from typing import Any, Final
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import nnx
 
-from csa2_jax.bound import Bound, Structure
+from csa2_jax.bound import Bound
 from csa2_jax.config import ModelConfig
 from csa2_jax.dspark import DraftFeed
 from csa2_jax.numerics import Numerics
 from csa2_jax.sampling import Rules, accept_drafts, draw, log_distribution
 from csa2_jax.state import Cache
+from csa2_jax.structure import Structure
 
 THRESHOLD: Final = 0.3  # of the probability that a draft and all before it are kept
 
@@ -119,7 +119,7 @@ def _jit_begin(
     rules: Rules,
     threshold: jax.Array,
 ) -> Pending:
-    head = nnx.merge(structure.graphdef, state)
+    head = structure.merge(state)
     arrays = (window_LBWH, length_B, embed_VD, head_VD)
     return _draft(head, config, numerics, token_B, index_B, rules, banned, threshold, *arrays)
 
@@ -143,8 +143,8 @@ def _jit_advance(
     width: int,
     banned: int | None,
 ) -> tuple[Cache, Pending, Round]:
-    model = nnx.merge(structure.graphdef, state)
-    head = nnx.merge(draft_structure.graphdef, draft_state)
+    model = structure.merge(state)
+    head = draft_structure.merge(draft_state)
     config, numerics = model.config, model.numerics
     draft_BT = pending.draft_BT[:, : width - 1]
     tokens_BT = jnp.concatenate([pending.token_B[:, None], draft_BT], axis=1)

@@ -18,12 +18,18 @@ TWIN = "configs/v41_twin.json"
 
 
 def _abstract_step(
-    config: ModelConfig, numerics: Numerics, tokens: int = 1, max_length: int = 256, *, draft: bool = False
+    config: ModelConfig,
+    numerics: Numerics,
+    tokens: int = 1,
+    max_length: int = 256,
+    *,
+    draft: bool = False,
+    storage: str = "f32",
 ):
     """The arguments of a jitted step over abstract weights: nothing is allocated."""
     model = nnx.eval_shape(lambda: Model(config, numerics=numerics))
     bound = Bound.of(model)
-    cache = jax.eval_shape(lambda: init_cache(config, 1, max_length, "f32", draft=draft))
+    cache = jax.eval_shape(lambda: init_cache(config, 1, max_length, storage, draft=draft))
     feed_def, feed_state = bound.feed if draft and bound.feed is not None else (None, None)
     shapes = (jax.ShapeDtypeStruct((1, tokens), np.int32), cache, jax.ShapeDtypeStruct((1,), np.int32))
     return (bound.structure, feed_def, bound.state, feed_state, *shapes)
@@ -52,10 +58,11 @@ def _layout(groups: int, per_group: int = 6) -> ModelConfig:
     )
 
 
+@pytest.mark.parametrize("storage", ["bf16", "packed"])
 @pytest.mark.parametrize("draft", [False, True])
-def test_step_of_forty_layers_takes_fewer_than_80_arguments(draft):
-    # The most there can be: fp8 and fp4 weights with their scales, Engram, and the draft head's windows.
-    args = _abstract_step(ModelConfig.from_hf(TWIN), Numerics("bfloat16", True), draft=draft)
+def test_step_of_forty_layers_takes_fewer_than_80_arguments(draft, storage):
+    # The most there can be: fp8 and fp4 weights with their scales, Engram, a packed cache and the draft head's windows.
+    args = _abstract_step(ModelConfig.from_hf(TWIN), Numerics("bfloat16", True), draft=draft, storage=storage)
     assert len(jax.tree.leaves(args[2:])) < 80
 
 

@@ -82,7 +82,7 @@ def test_engine_and_generation_work_on_tables_of_the_host() -> None:
 def test_rows_found_on_the_host_are_those_hashed_on_the_device() -> None:
     _, bound = models(materialise(SET))
     config, ids = bound.config, tokens(bound, 12)
-    model = nnx.merge(bound.structure.graphdef, bound.state)
+    model = bound.structure.merge(bound.state)
     for slot, table in enumerate(bound.host_tables):
         history = np.full((2, config.engram_max_ngram_size - 1), -1, np.int32)
         compressed = history_ids(jax.numpy.asarray(ids), history, model.token_map[...], None)

@@ -44,7 +44,7 @@ ROOMS = (
     ("block",),
     ("attention", "moe", "engram", "residual"),
     ("indexer", "compressor", "engram_host"),
-    ("layers", "rope", "formats", "state", "numerics", "calls"),
+    ("layers", "rope", "formats", "state", "numerics", "calls", "structure"),
     ("config",),
     ("plan", "ngram"),
     ("dims",),

@@ -12,7 +12,7 @@ import pytest
 from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
 
-from csa2_jax import load_checkpoint
+from csa2_jax import Bound, forward, init_cache, load_checkpoint
 from csa2_jax.config import ModelConfig
 from csa2_jax.conversion.budget import budget
 from csa2_jax.conversion.convert import convert
@@ -99,3 +99,17 @@ def test_plan_agrees_with_what_a_mesh_really_holds(tmp_path: Path) -> None:
             assert array.addressable_shards[0].data.nbytes == planned[path], path
             checked += 1
     assert checked > 30
+
+
+def test_a_model_that_lies_divided_answers_as_one_that_does_not(tmp_path: Path) -> None:
+    """Small arrays travel together into a step where each lies whole on every device; divided ones travel alone."""
+    source = written("fp8", tmp_path / "source")
+    mesh = jax.make_mesh((8,), ("model",), axis_types=(jax.sharding.AxisType.Auto,))
+    answers, joined = [], []
+    for model in (load_checkpoint(source), load_checkpoint(source, mesh=mesh)):
+        bound = Bound.of(model)
+        joined.append(len(bound.state.joined))
+        out, _ = forward(bound, np.arange(6)[None], init_cache(bound.config, 1, 16))
+        answers.append(np.asarray(out.logits, np.float32))
+    assert all(joined)
+    np.testing.assert_allclose(*answers, rtol=0, atol=2e-2 * np.abs(answers[0]).max())
