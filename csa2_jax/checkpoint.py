@@ -25,6 +25,7 @@ from csa2_jax.engram_host import HostRows
 from csa2_jax.manifest import TensorSpec
 from csa2_jax.model import Model, ngram_arrays
 from csa2_jax.numerics import ComputeDtype, Implementation, Numerics, WeightStorage
+from csa2_jax.placing import place
 from csa2_jax.progress import byte_progress
 from csa2_jax.safetensors_io import CheckpointError, TensorFiles
 from csa2_jax.sharding import Rules, named_sharding
@@ -125,7 +126,5 @@ def _fill(
                 array = jax.device_put(stack.read(files, advance=advance), may_alias=False)
             else:
                 sharding = named_sharding(stack.path, stack.shape, mesh, rules)
-                array = jax.make_array_from_callback(
-                    stack.shape, sharding, lambda region, stack=stack: stack.read(files, region, advance)
-                )
+                array = place(stack, files, sharding, advance)
             targets[stack.path].set_value(array)

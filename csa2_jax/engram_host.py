@@ -12,7 +12,7 @@ import dataclasses
 import threading
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Final
+from typing import Final, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -26,16 +26,27 @@ _THREADS: Final = 16  # that wait for a disk: more than cores
 _ROWS_EACH: Final = 512
 
 
+class Rows(Protocol):
+    """Rows of bytes: an array, or one that is mapped when rows of it are asked for."""
+
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, rows: np.ndarray, /) -> np.ndarray: ...
+
+
 class HostRows:
     """Rows of one table: e4m3 codes [rows, width] and e8m0 scales [rows, ceil(width / 32)], each as runs of mapped rows.
 
-    codes, scales: (first row, uint8 array [n, width]) in order, from row 0 on without gaps.
+    codes, scales: (first row, uint8 rows [n, width]) in order, from row 0 on without gaps.
     """
 
     def __init__(
         self,
-        codes: Sequence[tuple[int, np.ndarray]],
-        scales: Sequence[tuple[int, np.ndarray]],
+        codes: Sequence[tuple[int, Rows]],
+        scales: Sequence[tuple[int, Rows]],
         constants: NgramConstants,
         token_map: np.ndarray,
         pad_id: int,
@@ -113,7 +124,7 @@ class HostRows:
 class _Runs:
     """Mapped rows in runs; `take` copies some of them."""
 
-    runs: Sequence[tuple[int, np.ndarray]]
+    runs: Sequence[tuple[int, Rows]]
 
     def __post_init__(self) -> None:
         self.starts = np.array([start for start, _ in self.runs])
@@ -125,13 +136,13 @@ class _Runs:
     def take(self, sorted_rows: np.ndarray) -> np.ndarray:
         """Rows [n, width] in ascending order."""
         if len(self.runs) == 1:
-            return np.take(self.runs[0][1], sorted_rows, axis=0)
+            return np.asarray(self.runs[0][1][sorted_rows])
         out = np.empty((len(sorted_rows), self.width), np.uint8)
         run = np.searchsorted(self.starts, sorted_rows, side="right") - 1
         for i in np.unique(run):
             first, last = np.searchsorted(run, [i, i + 1])
             start, rows = self.runs[i]
-            out[first:last] = np.take(rows, sorted_rows[first:last] - start, axis=0)
+            out[first:last] = rows[sorted_rows[first:last] - start]
         return out
 
 

@@ -72,6 +72,7 @@ class Entries(Mapping[str, TensorEntry]):
     """Tensors of a directory by name; subclasses say where `_entries` come from and how values are read."""
 
     directory: Path
+    remedy: str = "fetch the file again"  # for values that are damaged
     _entries: Mapping[str, TensorEntry]
 
     def __getitem__(self, name: str) -> TensorEntry:
@@ -186,7 +187,13 @@ class TensorFiles(Entries):
         handle = self._handles.get(entry.file)
         read = 0
         while read < len(out):
-            count = os.preadv(handle, [out.data[read:]], start + read)
+            try:
+                count = os.preadv(handle, [out.data[read:]], start + read)
+            except OSError as error:
+                raise CheckpointError(
+                    f"{entry.file} cannot be read at byte {start + read}, in {name}: {error.strerror}. The disk may be failing; "
+                    "fetch the file again"
+                ) from None
             if not count:
                 raise CheckpointError(
                     f"{entry.file} shrank to {os.fstat(handle).st_size} bytes while it was read, {name} ends at "

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.core import Tracer
 
-SMALL: Final = 8192  # numbers of one layer in an array that travels with others
+SMALL: Final = 1 << 18  # numbers of an array that travels with others: taking it out again is a copy
 
 
 class Arrays(NamedTuple):
@@ -94,7 +94,7 @@ def _bundles(leaves: list[Any]) -> list[list[int]]:
     """Which leaves travel together: small ones of several layers that lie on the same devices, each in full."""
     found: dict[Any, list[int]] = collections.defaultdict(list)
     for i, leaf in enumerate(leaves):
-        several = leaf.ndim > 1 and leaf.shape[0] > 1 and math.prod(leaf.shape[1:]) <= SMALL
+        several = leaf.ndim > 1 and leaf.shape[0] > 1 and math.prod(leaf.shape) <= SMALL
         if several and jnp.issubdtype(leaf.dtype, jnp.floating) and leaf.dtype.itemsize > 1:
             sharding = leaf.sharding if isinstance(leaf, jax.Array) and not isinstance(leaf, Tracer) else None
             if sharding is None or sharding.is_fully_replicated:

@@ -26,6 +26,7 @@ from jax import lax
 
 from kernels_pallas import formats
 from kernels_pallas.formats import Format
+from kernels_pallas.products import settled
 
 LANES = 128
 UNIT = 4 * LANES  # bytes
@@ -226,7 +227,8 @@ def _write(a: jax.Array, group: jax.Array | int | slice, slot_BE: jax.Array, row
     b = jnp.arange(slot_BE.shape[0])[:, None]
     if a.ndim == 4 or a.shape[3] * a.shape[4] == size:
         rows = rows.reshape(*rows.shape[:-1], *a.shape[3:])
-        return a.at[group, b, slot_BE].set(rows, mode="drop")
+        # Else the few rows are written twice, once for whoever reads the pool next, which takes a copy of all of it.
+        return settled(a.at[group, b, slot_BE].set(rows, mode="drop"))
     share = a.shape[3] * a.shape[4] // size
     place = (slot_BE % share)[..., None] * size + jnp.arange(size)  # byte of the unit
     unit = (slot_BE // share)[..., None]

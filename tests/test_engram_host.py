@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import threading
 from pathlib import Path
 from typing import Any
@@ -21,6 +23,7 @@ from tests.golden_sets import materialise
 from tests.small_models import quick_compilation
 
 SET = "tiny8_f32_noqat"
+ROOT = Path(__file__).resolve().parents[1]
 
 
 @pytest.fixture(scope="module", params=["release", "converted"])
@@ -45,7 +48,7 @@ def tokens(bound: Bound, count: int = 40) -> np.ndarray:
 def test_tables_on_the_host_give_the_same_logits_to_the_bit(directory: Path) -> None:
     on_device, on_host = models(directory)
     assert len(on_host.host_tables) == 2
-    held = [".".join(map(str, key)) for key, _ in nnx.to_flat_state(on_host.state)]
+    held = [".".join(map(str, key)) for key, _ in nnx.to_flat_state(on_host.structure.state(on_host.state))]
     assert not [path for path in held if path.startswith("engram_tables")]
     ids = tokens(on_device)
     with quick_compilation():
@@ -141,3 +144,28 @@ def test_tables_that_cannot_be_mapped_are_refused(tmp_path: Path) -> None:
         load_checkpoint(tmp_path / "orbax", engram="host")
     with pytest.raises(ValueError, match="engram='disk' must be 'device' or 'host'"):
         load_checkpoint(materialise(SET), engram="disk")  # type: ignore[arg-type]
+
+
+def test_a_table_of_more_files_than_a_process_may_open_is_read(tmp_path: Path) -> None:
+    source, target = materialise(SET), tmp_path / "orbax"
+    convert(source, target, piece_bytes=32)
+    most = 400
+    assert sum(1 for table in (target / "params").glob("engram_tables.*") for _ in table.glob("*.0")) > 1.5 * most
+    program = f"""
+import resource
+resource.setrlimit(resource.RLIMIT_NOFILE, ({most}, {most}))
+import numpy as np
+from csa2_jax import load_checkpoint
+from csa2_jax.safetensors_io import TensorFiles
+model = load_checkpoint({str(target)!r}, engram="host")
+for layer, table in zip(model.config.engram_layer_ids, model.engram_tables):
+    rows = np.random.default_rng(0).permutation(table.rows.shape[0])
+    expected = TensorFiles({str(source)!r}).read(f"layers.{{layer}}.engram.embed.weight").view(np.uint8)
+    np.testing.assert_array_equal(table.rows.gather(rows)[0], expected[rows])
+print("read", len(rows))
+"""
+    run = subprocess.run(
+        [sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=False, timeout=600
+    )
+    assert run.returncode == 0, run.stderr[-3000:]
+    assert run.stdout.startswith("read ")

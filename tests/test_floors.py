@@ -38,7 +38,7 @@ ROOMS = (
     ("speculative",),
     ("bound", "sampling"),
     # Beside the model stands what files and devices need; it reads the model, and nothing below reads it.
-    ("model", "vision", "checkpoint", "conversion", "sharding", "token_map", "tokenizer"),
+    ("model", "vision", "checkpoint", "conversion", "sharding", "placing", "token_map", "tokenizer"),
     ("accounting", "manifest", "safetensors_io", "progress"),
     ("stack", "dspark"),
     ("block",),

@@ -108,7 +108,7 @@ def convert(
     assert isinstance(files, TensorFiles)
     token_map = find_token_map(source, config)
     begun = {
-        "source": _fingerprint(files),
+        "source": _fingerprint(files, opened.directory),
         "weights": weights,
         "mesh": [list(axis) for axis in (mesh or {}).items()],
         "hosts": hosts,
@@ -119,8 +119,8 @@ def convert(
         return _already_there(target, staging, len(specs))
     stacks = stacks_of(specs, {spec.name: spec for spec in layout(config, weights)})
     own = list(pieces_of(stacks.values(), mesh or {}, piece_bytes, host, hosts))
-    with staging.open():
-        if target.exists():  # finished by another process between the look above and the lock
+    with staging.open() as to_do:
+        if not to_do:
             return _already_there(target, staging, len(specs))
         missing = [piece for piece in own if not staging.done(piece.name, piece.nbytes)]
         needed, total = (sum(piece.nbytes for piece in some) for some in (missing, own))
@@ -130,19 +130,21 @@ def convert(
             _describe(staging, stack, mesh or {}, piece_bytes)
         with byte_progress("converting", total, done=total - needed, lines=True) as advance:
             _write_all(staging, files, missing, workers, advance)
-        if _fingerprint(files) != begun["source"]:
+        if _fingerprint(files, opened.directory) != begun["source"]:
             raise CheckpointError(
                 f"{source} changed while it was converted: its files are not those that were begun with. Remove "
                 f"{staging.partial} and convert again when nobody writes there"
             )
-        if complete := staging.all_hosts_done():
-            for piece in pieces_of(stacks.values(), mesh or {}, piece_bytes):  # of all hosts
-                if not staging.done(piece.name, piece.nbytes):
-                    raise CheckpointError(
-                        f"{staging.partial} lacks {piece.name} although every host says it is done: run the command of every "
-                        "host again"
-                    )
-            _finish(staging, stacks, weights)
+        with staging.finishing() as last:
+            if last:
+                for piece in pieces_of(stacks.values(), mesh or {}, piece_bytes):  # of all hosts
+                    if not staging.done(piece.name, piece.nbytes):
+                        raise CheckpointError(
+                            f"{staging.partial} lacks {piece.name} although every host says it is done: run the command of "
+                            "every host again"
+                        )
+                _finish(staging, stacks, weights)
+        complete = target.exists()
     return Converted(target, len(specs), total, total - needed, complete)
 
 
@@ -259,14 +261,8 @@ def _describe(staging: Staging, stack: Stack, mesh: Mapping[str, int], piece_byt
 def _companions(staging: Staging, opened: Opened, token_map: np.ndarray | None) -> None:
     """Everything small: configuration, tokenizer and texts as they are, the token map, and where each tensor was."""
     files = opened.files
-    names = {path for pattern in _TRAVELS for path in opened.directory.glob(pattern)}
-    for path in sorted(names):
-        if path.name not in (INDEX_FILE, TOKEN_MAP_FILE, MARKER, RELEASE_FILE) and path.is_file():
-            if path.stat().st_size > _LARGEST_COMPANION:
-                raise CheckpointError(
-                    f"{path} has {path.stat().st_size} bytes: no text that belongs to a model; move it away"
-                )
-            staging.write(path.name, [path.read_bytes()])
+    for path in _travelling(opened.directory):
+        staging.write(path.name, [path.read_bytes()])
     if opened.changed:
         staging.write("config.json", [json.dumps(opened.config.to_hf(), indent=2).encode()])
     if token_map is not None:
@@ -275,6 +271,19 @@ def _companions(staging: Staging, opened: Opened, token_map: np.ndarray | None) 
     for entry in files.values():
         release[entry.file.name]["tensors"].append(entry.name)
     staging.write(RELEASE_FILE, [json.dumps(release, indent=0).encode()])
+
+
+def _travelling(directory: Path) -> list[Path]:
+    """The small files beside the weights that go with them."""
+    names = {path for pattern in _TRAVELS for path in directory.glob(pattern)}
+    own = (INDEX_FILE, TOKEN_MAP_FILE, MARKER, RELEASE_FILE)
+    found = [path for path in sorted(names) if path.name not in own and path.is_file()]
+    for path in found:
+        if path.stat().st_size > _LARGEST_COMPANION:
+            raise CheckpointError(
+                f"{path} has {path.stat().st_size} bytes: no text that belongs to a model; move it away"
+            )
+    return found
 
 
 def _npy(array: np.ndarray) -> bytes:
@@ -323,8 +332,8 @@ def orbax_metadata(paths: Any) -> dict[str, bytes]:
 # ---- what it is made from ----
 
 
-def _fingerprint(files: TensorFiles) -> str:
-    """Of all headers and of the files' sizes and times: changes when the source does."""
+def _fingerprint(files: TensorFiles, directory: Path) -> str:
+    """Of all headers, of the weight files' sizes and times, and of what the small files say: changes when the source does."""
     digest = hashlib.sha256()
     for path in sorted(files.files):
         status = path.stat()
@@ -332,6 +341,9 @@ def _fingerprint(files: TensorFiles) -> str:
     for name in sorted(files):
         entry = files[name]
         digest.update(f"{name} {entry.dtype} {entry.shape} {entry.file.name} {entry.start}\n".encode())
+    for path in (*_travelling(directory), directory / TOKEN_MAP_FILE):
+        if path.is_file():
+            digest.update(f"{path.name} {hashlib.sha256(path.read_bytes()).hexdigest()}\n".encode())
     return digest.hexdigest()
 
 

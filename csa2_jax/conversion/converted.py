@@ -11,9 +11,11 @@
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import json
 import os
+import threading
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final, Literal, get_args
@@ -32,6 +34,7 @@ MARKER: Final = "csa2.json"
 PARAMS: Final = "params"
 RELEASE_FILE: Final = "release.json"
 _CACHE_BYTES: Final = 768 << 20
+_MAPPED: Final = 64  # files of a table at a time; two tables with their scales stay well below the usual 1,024
 FORMAT: Final = {"format": "csa2-jax stacked parameters", "version": 1}
 
 
@@ -54,12 +57,46 @@ def is_converted(directory: str | os.PathLike[str]) -> bool:
     return any((directory / name).exists() for name in (MARKER, PARAMS, BEGUN))
 
 
+class _Maps:
+    """The files that were read last, mapped: a large table has more files than a process may hold open."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._mapped: collections.OrderedDict[Path, np.ndarray] = collections.OrderedDict()
+
+    def get(self, path: Path, shape: tuple[int, ...]) -> np.ndarray:
+        with self._lock:
+            if path not in self._mapped:
+                while len(self._mapped) >= _MAPPED:
+                    self._mapped.popitem(last=False)  # closed when the last reader lets it go
+                self._mapped[path] = np.memmap(path, np.uint8, "r", shape=shape)
+            self._mapped.move_to_end(path)
+            return self._mapped[path]
+
+
+@dataclasses.dataclass(frozen=True)
+class _Mapped:
+    """Rows of bytes in a file, mapped when they are asked for."""
+
+    maps: _Maps
+    path: Path
+    shape: tuple[int, int]
+
+    def __len__(self) -> int:
+        return self.shape[0]
+
+    def __getitem__(self, rows: Any) -> np.ndarray:
+        return self.maps.get(self.path, self.shape)[rows]
+
+
 class ConvertedFiles(Entries):
     """All tensors of a converted directory by their release names; regions of them, and of whole stacks.
 
     Raises CheckpointError for a directory that was never finished, is of another version, or does not hold what its
     config.json describes. Arrays' metadata are read, no values.
     """
+
+    remedy = "convert again"
 
     def __init__(self, directory: str | os.PathLike[str]) -> None:
         self.directory = Path(directory)
@@ -89,8 +126,8 @@ class ConvertedFiles(Entries):
         """A whole tensor."""
         return self.part(name)
 
-    def rows(self, name: str) -> list[tuple[int, np.ndarray]]:
-        """A tensor [rows, width] of bytes as runs (first row, mapped uint8 array), one per file of its array.
+    def rows(self, name: str) -> list[tuple[int, Any]]:
+        """A tensor [rows, width] of bytes as runs (first row, uint8 rows mapped when they are read), one per file of its array.
 
         Raises CheckpointError for arrays that are compressed, or cut along their rows' width: they cannot be mapped.
         """
@@ -105,12 +142,13 @@ class ConvertedFiles(Entries):
             raise CheckpointError(
                 f"{folder} cannot be mapped row by row: convert again with csa2 convert, without a mesh"
             )
-        runs = []
+        runs: list[tuple[int, Any]] = []
+        maps = _Maps()
         for start in range(0, spec.shape[0], size):
             path = folder / f"{start // size}.0"
             if path.stat().st_size != size * width:
                 raise CheckpointError(f"{path} has {path.stat().st_size} bytes, not {size * width}: convert again")
-            runs.append((start, np.memmap(path, np.uint8, "r", shape=(size, width))[: spec.shape[0] - start]))
+            runs.append((start, _Mapped(maps, path, (min(size, spec.shape[0] - start), width))))
         return runs
 
     def region(self, path: str, region: Region, dtype: np.dtype) -> np.ndarray | None:
@@ -119,9 +157,10 @@ class ConvertedFiles(Entries):
         if stack is None or stack.dtype != dtype:
             return None
         values = self._read(path, region)
-        first = next(iter(stack.sources.values())).weight
-        if first.dtype == "F8_E8M0":
-            refuse_nan_scale(self, first.name, values)
+        if next(iter(stack.sources.values())).weight.dtype == "F8_E8M0":
+            for within in np.ndindex(values.shape[: stack.axes]):
+                slot = tuple(i + s.start for i, s in zip(within, region, strict=False))
+                refuse_nan_scale(self, stack.sources[slot].weight.name, values[within], region[stack.axes].start)
         return values
 
     def _read(self, path: str, index: tuple[Any, ...]) -> np.ndarray:

@@ -5,9 +5,11 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
+import math
 import os
+import threading
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 from typing import Any, Final, Literal
 
@@ -17,7 +19,7 @@ from csa2_jax.conversion.converted import MARKER, PARAMS, RELEASE_FILE, Converte
 from csa2_jax.conversion.stacks import Files
 from csa2_jax.conversion.staging import Staging
 from csa2_jax.conversion.views import Requantised, Widened
-from csa2_jax.manifest import TensorSpec, release_tensors
+from csa2_jax.manifest import TILE, TensorSpec, release_tensors
 from csa2_jax.progress import byte_progress
 from csa2_jax.safetensors_io import INDEX_FILE, SINGLE_FILE, CheckpointError
 
@@ -36,6 +38,10 @@ class Exported:
     tensors: int
     nbytes: int
     files: int
+
+
+class _Stopped(Exception):
+    """Another file failed first; seen by nobody."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -97,29 +103,16 @@ def export(
     total = sum(shard.nbytes for shard in shards)
     result = Exported(Path(target), len(specs), total, len(shards))
     if staging.target.exists():
-        stamp = staging.target / _STAMP
-        if stamp.is_file() and json.loads(stamp.read_text()).get("made_from") == staging.fingerprint:
-            staging.tidy()
-            return result
-        raise FileExistsError(
-            f"{target} exists and was not made by this command from this source: choose another place, or remove it"
-        )
-    with staging.open():
+        return _already_there(staging, result)
+    with staging.open() as to_do:
+        if not to_do:
+            return _already_there(staging, result)
         missing = [shard for shard in shards if not staging.done(shard.name, shard.nbytes)]
         needed = sum(shard.nbytes for shard in missing)
         staging.require_space(needed)
         _companions(staging, root, quantized=written.quantized)
-        with (
-            byte_progress("exporting", total, done=total - needed, lines=True) as advance,
-            ThreadPoolExecutor(max(workers, 1)) as pool,
-        ):
-            jobs = [pool.submit(staging.write, shard.name, _content(view, shard, advance)) for shard in missing]
-            try:
-                for job in jobs:
-                    job.result()
-            finally:
-                for job in jobs:
-                    job.cancel()
+        with byte_progress("exporting", total, done=total - needed, lines=True) as advance:
+            _write_all(staging, view, missing, workers, advance)
         if len(shards) > 1 or shards[0].name != SINGLE_FILE:
             index = {
                 "metadata": {"total_size": sum(spec.nbytes for spec in specs)},
@@ -129,6 +122,31 @@ def export(
         staging.write(_STAMP, [json.dumps({"made_from": staging.fingerprint}).encode()])
         staging.commit()
     return result
+
+
+def _already_there(staging: Staging, result: Exported) -> Exported:
+    stamp = staging.target / _STAMP
+    if stamp.is_file() and json.loads(stamp.read_text()).get("made_from") == staging.fingerprint:
+        staging.tidy()
+        return result
+    raise FileExistsError(
+        f"{staging.target} exists and was not made by this command from this source: choose another place, or remove it"
+    )
+
+
+def _write_all(
+    staging: Staging, view: Files, shards: Sequence[_Shard], workers: int, advance: Callable[[int], None]
+) -> None:
+    """Files side by side; the first that fails, or an interrupt, stops the others at their next block."""
+    stop = threading.Event()
+    with ThreadPoolExecutor(max(workers, 1)) as pool:
+        jobs = [pool.submit(staging.write, shard.name, _content(view, shard, advance, stop)) for shard in shards]
+        try:
+            for job in as_completed(jobs):
+                job.result()
+        finally:
+            stop.set()
+            pool.shutdown(wait=True, cancel_futures=True)
 
 
 def _fingerprint(root: Path) -> str:
@@ -141,22 +159,31 @@ def _fingerprint(root: Path) -> str:
     return digest.hexdigest()
 
 
-def _content(view: Files, shard: _Shard, advance: Callable[[int], None]) -> Iterator[Any]:
+def _content(view: Files, shard: _Shard, advance: Callable[[int], None], stop: threading.Event) -> Iterator[Any]:
     """Header, then every tensor a few rows at a time."""
     yield shard.header
     for spec in shard.specs:
-        for block in row_blocks(spec):
+        for block in row_blocks(spec, wide=not isinstance(view, ConvertedFiles)):
+            if stop.is_set():
+                raise _Stopped(f"{shard.name} is not finished")
             values = np.ascontiguousarray(view.part(spec.name, block))
             yield values.reshape(-1).view(np.uint8)
             advance(values.nbytes)
 
 
-def row_blocks(spec: TensorSpec, nbytes: int = _BLOCK_BYTES) -> Iterator[tuple[slice, ...]]:
-    """Regions of at most `nbytes` (or one row) that cover a tensor in order; each begins at a multiple of 32 rows if it can."""
+def row_blocks(spec: TensorSpec, nbytes: int = _BLOCK_BYTES, *, wide: bool = False) -> Iterator[tuple[slice, ...]]:
+    """Regions of at most `nbytes` (or one row) that cover a tensor in order; each begins at a multiple of 32 rows if it can.
+
+    wide: where a quantised weight is made from values, or values from it, what counts are its f32 values; of a scale, those of
+    the tiles it belongs to.
+    """
     if not spec.shape or not spec.shape[0]:
         yield ()
         return
-    rows = max(nbytes // max(spec.nbytes // spec.shape[0], 1), 1)
+    size = spec.nbytes
+    if wide:
+        size = 4 * math.prod(spec.logical_shape) * (TILE * TILE if spec.dtype == "F8_E8M0" else 1)
+    rows = max(nbytes // max(size // spec.shape[0], 1), 1)
     rows = rows // 32 * 32 or rows
     for start in range(0, spec.shape[0], rows):
         yield (slice(start, min(start + rows, spec.shape[0])),)

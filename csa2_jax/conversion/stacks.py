@@ -31,6 +31,7 @@ class Files(Protocol):
     """What tensors are read from: a release-layout directory or a converted one."""
 
     directory: Path
+    remedy: str  # for values that are damaged
 
     def __getitem__(self, name: str, /) -> TensorEntry: ...
 
@@ -173,7 +174,7 @@ def refuse_nan_scale(files: Files, name: str, scale: np.ndarray, first_row: int 
             row, *rest = (int(i) for i in np.unravel_index(start + bad[0], scale.shape))
             raise CheckpointError(
                 f"{files[name].file}: {name} holds byte 255 at {[first_row + row, *rest]}, which is NaN in e8m0: the scale is "
-                "damaged, fetch the file again"
+                f"damaged, {files.remedy}"
             )
 
 

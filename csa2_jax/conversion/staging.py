@@ -44,27 +44,44 @@ class Staging:
         return hashlib.sha256(json.dumps(self.begun, sort_keys=True).encode()).hexdigest()
 
     @contextlib.contextmanager
-    def open(self) -> Iterator[None]:
-        """Begin or go on; holds a lock, so that no second process writes the same part.
+    def open(self) -> Iterator[bool]:
+        """Begin or go on; holds a lock, so that no second process writes the same part. False: others finished meanwhile.
 
         Raises CheckpointError if something else was begun here, or somebody is at it.
         """
         if not self.target.parent.is_dir():
             raise FileNotFoundError(f"{self.target.parent} does not exist: create it, or choose another place")
         self.partial.mkdir(exist_ok=True)
-        with (self.partial / f".lock-{self.host}").open("w") as lock:
-            try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                raise CheckpointError(
-                    f"another process is writing {self.partial}{f' as host {self.host}' if self.hosts > 1 else ''}: wait for "
-                    "it, or stop it"
-                ) from None
-            self._agree()
-            self.content.mkdir(exist_ok=True)
-            (self.partial / f".done-{self.host}").unlink(missing_ok=True)
+        who = f" as host {self.host}" if self.hosts > 1 else ""
+        with self._lock(
+            f".lock-{self.host}", busy=f"another process is writing {self.partial}{who}: wait for it, or stop it"
+        ):
+            with self._lock(".lock-commit"):  # nobody commits while this host takes its word back
+                finished = self.target.exists()
+                if not finished:
+                    self._agree()
+                    self.content.mkdir(exist_ok=True)
+                    (self.partial / f".done-{self.host}").unlink(missing_ok=True)
+            if finished:
+                yield False
+                return
             for left in self.content.rglob(f"*{self._suffix}"):  # of a process that was killed
                 left.unlink()
+            yield True
+
+    @contextlib.contextmanager
+    def _lock(self, name: str, busy: str = "") -> Iterator[None]:
+        """Hold a lock file of the partial directory; waits for it unless `busy` says what to tell instead."""
+        with (self.partial / name).open("w") as lock:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | (fcntl.LOCK_NB if busy else 0))
+            except BlockingIOError:
+                raise CheckpointError(busy) from None
+            except OSError as error:
+                raise CheckpointError(
+                    f"the disk of {self.partial} cannot lock files ({error.strerror}), so two processes could write there at "
+                    "once: choose a place on a disk that can"
+                ) from None
             yield
 
     @property
@@ -115,9 +132,11 @@ class Staging:
                         view = view[file.write(view) :]
                 os.fdatasync(file.fileno())
             temporary.replace(path)
-        except OSError as error:
+        except BaseException as error:
             with contextlib.suppress(OSError):
                 temporary.unlink()
+            if not isinstance(error, OSError):
+                raise
             if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
                 free = shutil.disk_usage(self.partial).free
                 raise CheckpointError(
@@ -136,12 +155,18 @@ class Staging:
                 "another place"
             )
 
-    def all_hosts_done(self) -> bool:
-        """Mark this host's part as done; True for the host that saw all others done, which is to commit."""
+    @contextlib.contextmanager
+    def finishing(self) -> Iterator[bool]:
+        """Mark this host's part as done. True for one host that sees all others done: it is to commit before it leaves."""
         if self.hosts == 1:
-            return True
-        self._put(self.partial / f".done-{self.host}", [b""])
-        return all((self.partial / f".done-{host}").exists() for host in range(self.hosts))
+            yield True
+            return
+        with self._lock(".lock-commit"):  # of two that finish at once the second finds what the first made
+            if self.target.exists():
+                yield False
+                return
+            self._put(self.partial / f".done-{self.host}", [b""])
+            yield all((self.partial / f".done-{host}").exists() for host in range(self.hosts))
 
     def commit(self) -> None:
         """Make the directory appear under its own name."""
@@ -156,7 +181,10 @@ class Staging:
 
     def tidy(self) -> None:
         """Remove what is left of the work once the directory is whole."""
-        if self.target.exists() and not self.content.exists() and (self.partial / BEGUN).exists():
+        if not self.target.exists() or self.content.exists() or not self.partial.is_dir():
+            return
+        ours = (self.partial / BEGUN).exists() or all(p.name.startswith(".lock-") for p in self.partial.iterdir())
+        if ours:
             shutil.rmtree(self.partial, ignore_errors=True)
 
 

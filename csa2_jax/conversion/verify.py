@@ -111,12 +111,16 @@ def _tensor(left: _Side, right: _Side, name: str, digests: bool, advance: Any) -
             return False, Difference(name, f"is {one.dtype} {list(one.shape)} and {two.dtype} {list(two.shape)}"), ""
         (a, spec), (b, _) = views  # type: ignore[misc]
         largest, wrong = 0.0, 0
-        for block in row_blocks(spec):
-            error = np.abs(a.part(name, block).astype(np.float64) - b.part(name, block).astype(np.float64))
-            largest, wrong = max(largest, float(np.max(error, initial=0))), wrong + int(np.count_nonzero(error))
+        for block in row_blocks(spec, wide=True):
+            x, y = (side.part(name, block).astype(np.float32, copy=False) for side in (a, b))
+            wrong_here, largest_here = _apart(x, y)
+            wrong, largest = wrong + wrong_here, max(largest, largest_here)
+        if hashed is not None:
+            for block in row_blocks(one):
+                hashed.update(np.ascontiguousarray(left.files.part(name, block)).reshape(-1).view(np.uint8).data)
         advance(one.nbytes)
         different = Difference(name, f"{wrong} values differ, by {largest:.3g} at most", largest) if wrong else None
-        return False, different, ""
+        return False, different, hashed.hexdigest() if hashed is not None else ""
     wrong, largest, where = 0, 0.0, None
     for block in row_blocks(one):
         a, b = (np.ascontiguousarray(side.files.part(name, block)) for side in (left, right))
@@ -131,13 +135,21 @@ def _tensor(left: _Side, right: _Side, name: str, digests: bool, advance: Any) -
                 first = [int(i) for i in np.argwhere(unequal)[0]]
                 where = [first[0] + (block[0].start if block else 0), *first[1:]]
             if a.dtype.kind not in "iub":
-                error = np.abs(a.astype(np.float64) - b.astype(np.float64))[unequal]
-                largest = max(largest, float(np.nanmax(error, initial=0)))
+                largest = max(largest, _apart(a[unequal], b[unequal])[1])
     digest = hashed.hexdigest() if hashed is not None else ""
     if not wrong:
         return True, None, digest
     size = f", by {largest:.3g} at most" if largest else ""
     return True, Difference(name, f"{wrong} elements differ{size}, first at {where}", largest), digest
+
+
+def _apart(a: np.ndarray, b: np.ndarray) -> tuple[int, float]:
+    """(how many values are not equal, the largest finite error); NaN equals NaN."""
+    a, b = a.astype(np.float32, copy=False), b.astype(np.float32, copy=False)
+    unequal = (a != b) & ~(np.isnan(a) & np.isnan(b))
+    with np.errstate(invalid="ignore", over="ignore"):
+        error = np.abs(a[unequal].astype(np.float64) - b[unequal].astype(np.float64))
+    return int(unequal.sum()), float(np.max(error[np.isfinite(error)], initial=0))
 
 
 def _values(side: _Side, name: str) -> tuple[Files, TensorSpec] | None:

@@ -20,7 +20,7 @@ class _View(Entries):
     """Tensors as `specs` describe them, made from `files`."""
 
     def __init__(self, files: Files, specs: Sequence[TensorSpec]) -> None:
-        self.source, self.directory = files, Path(files.directory)
+        self.source, self.directory, self.remedy = files, Path(files.directory), files.remedy
         self._of = {spec.name: spec for spec in specs}
         self._entries = {
             spec.name: TensorEntry(spec.name, spec.dtype, spec.shape, self.directory, 0, spec.nbytes) for spec in specs
@@ -92,7 +92,7 @@ def tile_exponents(values: np.ndarray, tile: int, largest: float) -> np.ndarray:
     rows, width = values.shape
     padded = np.zeros((-(-rows // tile) * tile, -(-width // TILE) * TILE), np.float32)
     padded[:rows, :width] = np.abs(values)
-    amax = padded.reshape(len(padded) // tile, tile, -1, TILE).max(axis=(1, 3)).astype(np.float64)
+    amax = padded.reshape(len(padded) // tile, tile, padded.shape[1] // TILE, TILE).max(axis=(1, 3)).astype(np.float64)
     fraction, exponent = np.frexp(amax / largest)  # amax / largest = fraction * 2**exponent, fraction in [1/2, 1)
     exponent = np.where(fraction == 0.5, exponent - 1, exponent)
     return np.clip(np.where(amax == 0, 0, exponent), -127, 127).astype(np.int32)

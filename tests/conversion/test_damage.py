@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import errno
+import hashlib
 import json
 import os
 import shutil
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,9 +19,10 @@ from csa2_jax import load_checkpoint
 from csa2_jax.cli import main
 from csa2_jax.conversion import staging
 from csa2_jax.conversion.convert import convert
+from csa2_jax.conversion.converted import ConvertedFiles
 from csa2_jax.conversion.export import export
 from csa2_jax.conversion.verify import verify
-from csa2_jax.safetensors_io import CheckpointError
+from csa2_jax.safetensors_io import CheckpointError, TensorFiles
 from tests import random_checkpoint as rc
 from tests.conversion.test_round_trip import SMALL_PIECES, digests, written
 from tests.test_checkpoint import DAMAGES, EXPERT, Tensors, W, make
@@ -211,8 +214,86 @@ def test_export_to_a_disk_that_fills_goes_on_where_it_stopped(tmp_path: Path, mo
     with pytest.raises((CheckpointError, FileNotFoundError)):
         load_checkpoint(tmp_path / "back.partial")
     monkeypatch.undo()
+    kept = {path: path.stat().st_ino for path in (tmp_path / "back.partial/content").glob("*.safetensors")}
+    assert 0 < len(kept) < 5
     export(tmp_path / "orbax", tmp_path / "back")
+    assert all((tmp_path / "back" / path.name).stat().st_ino == inode for path, inode in kept.items())
     assert verify(source, tmp_path / "back").differences == ()
+
+
+@pytest.mark.parametrize("failure", [CheckpointError("a weight is damaged"), KeyboardInterrupt()])
+def test_an_export_that_fails_stops_its_other_files_at_once(
+    failure: BaseException, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = written("fp8", tmp_path / "source", shards=3)
+    convert(source, tmp_path / "orbax")
+    real, reads = ConvertedFiles.part, []
+
+    def part(self: ConvertedFiles, name: str, region: Any = ()) -> np.ndarray:
+        reads.append(name)
+        if len(reads) == 20:
+            raise failure
+        time.sleep(0.002)
+        return real(self, name, region)
+
+    monkeypatch.setattr(ConvertedFiles, "part", part)
+    with pytest.raises(type(failure)):
+        export(tmp_path / "orbax", tmp_path / "back", workers=2)
+    assert len(reads) < 60 < len(TensorFiles(source))
+    assert not (tmp_path / "back").exists()
+    assert not list((tmp_path / "back.partial").rglob("*.writing*"))
+
+
+def test_a_disk_that_fails_is_told_with_file_tensor_and_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = written("fp8", tmp_path / "source")
+    entry = TensorFiles(source)["layers.1.attn.wkv.weight"]
+    real = os.preadv
+
+    def fail(handle: int, buffers: Any, offset: int) -> int:
+        if offset == entry.start:
+            raise OSError(errno.EIO, "Input/output error")
+        return real(handle, buffers, offset)
+
+    monkeypatch.setattr(os, "preadv", fail)
+    told = (
+        rf"model\.safetensors cannot be read at byte {entry.start}, in layers\.1\.attn\.wkv\.weight: Input/output error"
+    )
+    with pytest.raises(CheckpointError, match=told):
+        convert(source, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_disk_without_locks_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = written("fp8", tmp_path / "source")
+
+    def refuse(*_: Any) -> None:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(staging.fcntl, "flock", refuse)
+    with pytest.raises(
+        CheckpointError, match=r"cannot lock files \(No locks available\).* choose a place on a disk that can"
+    ):
+        convert(source, tmp_path / "out")
+
+
+def test_small_files_are_part_of_what_a_conversion_is_made_from(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = written("fp8", tmp_path / "source")
+    (source / "chat_template.jinja").write_text("one")
+    monkeypatch.setattr(staging.Staging, "commit", lambda self: (_ for _ in ()).throw(KeyboardInterrupt))
+    with pytest.raises(KeyboardInterrupt):
+        convert(source, tmp_path / "out")
+    monkeypatch.undo()
+    (source / "chat_template.jinja").write_text("two")
+    with pytest.raises(CheckpointError, match="begun with another source"):
+        convert(source, tmp_path / "out")
+    shutil.rmtree(tmp_path / "out.partial")
+    convert(source, tmp_path / "out")
+    assert (tmp_path / "out/chat_template.jinja").read_text() == "two"
+    (source / "chat_template.jinja").unlink()
+    with pytest.raises(FileExistsError, match="was not made by this command from this source"):
+        convert(source, tmp_path / "out")
 
 
 def test_another_source_or_other_options_never_mix(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -288,6 +369,24 @@ def test_two_at_once_are_refused(tmp_path: Path) -> None:
 
 
 # ---- damaged conversions ----
+
+
+@pytest.mark.parametrize("leaf", ["layers.ffn.experts.w2.scale", "layers.attn.wkv.scale"])
+def test_nan_scale_in_a_conversion_is_told_by_the_name_of_its_tensor(leaf: str, tmp_path: Path) -> None:
+    source = written("fp8", tmp_path / "source")
+    convert(source, tmp_path / "out")
+    stored = json.loads((tmp_path / "out/params" / leaf / ".zarray").read_text())
+    (file,) = (p for p in (tmp_path / "out/params" / leaf).iterdir() if p.name[0] != ".")
+    values = np.fromfile(file, np.uint8).reshape(stored["shape"])
+    index = (2, 1, 5, 0) if "experts" in leaf else (2, 0, 1)
+    values[index] = 255
+    values.tofile(file)
+    name = "layers.2.ffn.experts.1.w2.scale" if "experts" in leaf else "layers.2.attn.wkv.scale"
+    told = rf"{name} holds byte 255 at \[{index[-2]}, {index[-1]}\].*convert again"
+    with pytest.raises(CheckpointError, match=told):
+        load_checkpoint(tmp_path / "out")
+    with pytest.raises(CheckpointError, match=told):
+        load_checkpoint(tmp_path / "out", weights="float32")
 
 
 def lose(out: Path) -> None:
@@ -379,6 +478,18 @@ def test_verify_compares_values_with_a_dequantised_side(tmp_path: Path) -> None:
     (difference,) = verify(other, tmp_path / "wide").differences
     assert difference.name == W
     assert difference.largest > 0
+
+
+def test_nan_is_nan_on_both_sides_and_digests_are_of_what_is_stored(tmp_path: Path) -> None:
+    config, tensors = make("fp8")
+    tensors[W] = tensors[W].copy()
+    tensors[W].view(np.uint8)[1, 1] = 0x7F  # NaN
+    source = rc.write_checkpoint(tmp_path / "a", config, tensors)
+    convert(source, tmp_path / "wide", weights="float32")
+    found = verify(source, tmp_path / "wide", digests=True)
+    assert found.differences == ()
+    assert found.digests[W] == hashlib.blake2b(tensors[W].tobytes(), digest_size=16).hexdigest()
+    assert len(found.digests) == found.tensors
 
 
 def test_commands_convert_export_and_tell(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

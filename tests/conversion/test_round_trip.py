@@ -5,6 +5,9 @@ from __future__ import annotations
 import functools
 import hashlib
 import json
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +24,9 @@ from csa2_jax.conversion.convert import chunk_shape, convert, pieces_of
 from csa2_jax.conversion.converted import ConvertedFiles, layout
 from csa2_jax.conversion.export import export
 from csa2_jax.conversion.stacks import Stack, stacks_of
+from csa2_jax.conversion.staging import Staging
 from csa2_jax.conversion.verify import verify
-from csa2_jax.conversion.views import tile_exponents
+from csa2_jax.conversion.views import Requantised, tile_exponents
 from csa2_jax.manifest import release_tensors
 from csa2_jax.safetensors_io import CheckpointError, TensorFiles
 from tests import oracle_formats as formats
@@ -50,7 +54,17 @@ def digests(directory: Path) -> dict[str, str]:
     }
 
 
+def data_blocks(directory: Path) -> dict[str, str]:
+    """Digest of everything behind the header of every weight file."""
+    found = {}
+    for path in sorted(directory.glob("*.safetensors")):
+        content = path.read_bytes()
+        found[path.name] = hashlib.sha256(content[8 + int.from_bytes(content[:8], "little") :]).hexdigest()
+    return found
+
+
 def assert_same_tensors(a: Path, b: Path) -> None:
+    assert data_blocks(a) == data_blocks(b)
     one, two = TensorFiles(a), TensorFiles(b)
     assert list(one) == list(two)
     for name, entry in one.items():
@@ -83,8 +97,7 @@ def test_round_trip_keeps_files_and_their_bytes(storage: rc.Storage, shards: int
     convert(source, tmp_path / "orbax", piece_bytes=SMALL_PIECES)
     export(tmp_path / "orbax", tmp_path / "back")
     assert_same_tensors(source, tmp_path / "back")
-    weights = [path.name for path in source.iterdir() if path.suffix == ".safetensors"]
-    assert sorted(weights) == sorted(p.name for p in (tmp_path / "back").iterdir() if p.suffix == ".safetensors")
+    assert len(data_blocks(source)) == shards
     if shards > 1:
         maps = [json.loads((d / "model.safetensors.index.json").read_text()) for d in (source, tmp_path / "back")]
         assert maps[0]["weight_map"] == maps[1]["weight_map"]
@@ -142,7 +155,6 @@ def test_export_as_bf16_needs_no_scales_and_says_so(tmp_path: Path) -> None:
 def test_trained_weights_are_quantised_by_the_rules(tmp_path: Path) -> None:
     """Random f32 weights, all of a model's: fp8 in tiles, fp4 in rows, as the oracle's NumPy does it."""
     config, tensors = make("fp8")
-    wide, _ = make("bf16")
     rng = np.random.default_rng(0)
     wanted = {s.name: s for s in release_tensors(ModelConfig.from_hf(config))}
     for name in tensors:
@@ -155,13 +167,70 @@ def test_trained_weights_are_quantised_by_the_rules(tmp_path: Path) -> None:
     source = rc.write_checkpoint(tmp_path / "source", config, tensors)
     convert(source, tmp_path / "orbax", weights="float32")
     export(tmp_path / "orbax", tmp_path / "back")
-    compared = verify(source, tmp_path / "back")
     # A scale may be a smaller power of two where the largest element was rounded down; values are the same.
-    assert {d.name.rpartition(".")[2] for d in compared.differences} <= {"weight", "scale"}
     a, b = (parameters(load_checkpoint(d, weights="float32")) for d in (source, tmp_path / "back"))
     for path in a:
         np.testing.assert_array_equal(a[path], b[path], err_msg=path)
-    del wide
+
+
+def fine_tuned(tmp_path: Path, weights: Any, change: Callable[[str, np.ndarray], np.ndarray]) -> tuple[Path, Path]:
+    """(release, its conversion to plain weights, each array of which is what `change` makes of it)."""
+    source = written("fp8", tmp_path / "source")
+    convert(source, tmp_path / "orbax", weights=weights)
+    dtype = {"float32": np.float32, "bfloat16": ml_dtypes.bfloat16}[weights]
+    for path in sorted((tmp_path / "orbax/params").glob("*.weight")):
+        stored = json.loads((path / ".zarray").read_text())
+        if np.dtype(stored["dtype"]) == dtype and len(stored["shape"]) > 2 and stored["chunks"] == stored["shape"]:
+            (file,) = (p for p in path.iterdir() if p.name[0] != ".")
+            values = np.fromfile(file, dtype).reshape(stored["shape"])
+            change(path.name, values).astype(dtype).tofile(file)
+    return source, tmp_path / "orbax"
+
+
+@pytest.mark.parametrize("weights", ["float32", "bfloat16"])
+def test_weights_on_no_grid_are_quantised_as_the_oracle_does(weights: Any, tmp_path: Path) -> None:
+    rng = np.random.default_rng(1)
+
+    def change(_: str, values: np.ndarray) -> np.ndarray:
+        new = rng.standard_normal(values.shape) * np.exp2(rng.integers(-12, 12, values.shape))
+        new[..., :2, :] = 0
+        return new
+
+    source, converted = fine_tuned(tmp_path, weights, change)
+    export(converted, tmp_path / "back")
+    held, back = ConvertedFiles(converted), TensorFiles(tmp_path / "back")
+    seen = {"F8_E4M3": 0, "I8": 0}
+    for name, entry in back.items():
+        scale = name.removesuffix(".weight") + ".scale"
+        if entry.dtype in seen and held[name].dtype != entry.dtype:
+            seen[entry.dtype] += 1
+            quantise = formats.quantise_expert_fp4 if entry.dtype == "I8" else formats.quantise_weight_fp8
+            codes, scales = quantise(held.read(name).astype(np.float32))
+            assert back.read(name).tobytes() == codes.tobytes(), name
+            assert back.read(scale).tobytes() == scales.tobytes(), scale
+    assert min(seen.values()) > 10
+    load_checkpoint(tmp_path / "back")
+    # Pieces of any size and place are made alike.
+    view = Requantised(held, tuple(release_tensors(ModelConfig.from_hf(source))))
+    for name in ("layers.1.attn.wkv.weight", "layers.1.attn.wq_a.scale", "layers.2.ffn.experts.1.w2.weight"):
+        for rows in (slice(0, 1), slice(1, 2), slice(3, 40), slice(17, None)):
+            whole = back.read(name)[rows]
+            assert view.part(name, (rows,)).tobytes() == np.ascontiguousarray(whole).tobytes(), (name, rows)
+
+
+@pytest.mark.parametrize("value", [np.inf, -np.inf, np.nan])
+def test_a_weight_that_is_not_finite_is_not_quantised(value: float, tmp_path: Path) -> None:
+    def change(path: str, values: np.ndarray) -> np.ndarray:
+        if path == "layers.attn.wkv.weight":
+            values[2, 9, 5] = value
+        return values
+
+    _, converted = fine_tuned(tmp_path, "float32", change)
+    told = rf"layers\.2\.attn\.wkv\.weight\[9, 5\] is {value}, which fp8 and fp4 cannot hold: export as bf16"
+    with pytest.raises(CheckpointError, match=told):
+        export(converted, tmp_path / "back")
+    assert not (tmp_path / "back").exists()
+    export(converted, tmp_path / "wide", weights="bfloat16")
 
 
 @pytest.mark.parametrize(("tile", "largest"), [(32, 448.0), (1, 6.0)])
@@ -237,6 +306,31 @@ def test_hosts_write_one_checkpoint_together(tmp_path: Path) -> None:
     assert digests(tmp_path / "alone/params") == digests(tmp_path / "shared/params")
     experts = "params/layers.ffn.experts.w1.weight"
     assert len(list((tmp_path / "alone" / experts).iterdir())) > 4
+
+
+def test_hosts_that_finish_at_the_same_moment_make_one_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = written("fp8", tmp_path / "source")
+    together = threading.Barrier(3)
+    real = Staging.finishing
+
+    def finishing(self: Staging) -> Any:
+        together.wait(60)  # all are done with their pieces, none has said so
+        return real(self)
+
+    monkeypatch.setattr(Staging, "finishing", finishing)
+    with ThreadPoolExecutor(3) as pool:
+        for attempt in range(4):
+            target = tmp_path / f"shared{attempt}"
+            jobs = [
+                pool.submit(convert, source, target, mesh={"model": 3}, host=host, hosts=3, piece_bytes=50_000)
+                for host in range(3)
+            ]
+            done = [job.result(120) for job in jobs]
+            assert any(host.complete for host in done)
+            assert sorted(p.name for p in tmp_path.glob(f"shared{attempt}*")) == [target.name]
+            assert verify(source, target).differences == ()
 
 
 # ---- plan ----
