@@ -75,10 +75,18 @@ def begin(
 ) -> Pending:
     """Draft behind `token_B`, known but not consumed; `index_B`: which token of the answer the first draft would be."""
     assert bound.draft is not None
-    embed, head = (bound.state[name]["weight"].get_value() for name in ("embed", "head"))
     return _jit_begin(
         *(bound.draft[0], bound.config, bound.numerics, banned),
-        *(bound.draft[1], embed, head, cache.draft_window_LBWH, cache.length_B, token_B, index_B, rules, threshold),
+        *(
+            bound.draft[1],
+            *bound.vocabulary,
+            cache.draft_window_LBWH,
+            cache.length_B,
+            token_B,
+            index_B,
+            rules,
+            threshold,
+        ),
     )
 
 
