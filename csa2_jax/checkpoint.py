@@ -120,7 +120,8 @@ def _fill(
         Stack(path, targets[path].shape, targets[path].dtype, sources)
         for path, sources in group_by_path(specs, targets).items()
     ]
-    with byte_progress("loading weights", files.nbytes, least=_PROGRESS_FROM) as advance:
+    total = sum(source.nbytes for stack in stacks for source in stack.sources.values())
+    with byte_progress("loading weights", total, least=_PROGRESS_FROM) as advance:
         for stack in stacks:
             if mesh is None:
                 array = jax.device_put(stack.read(files, advance=advance), may_alias=False)

@@ -1,7 +1,8 @@
-"""Stacks from files onto the devices of a mesh: no value is read twice, and host memory is that of one device's part or less.
+"""Stacks from files onto the devices of a mesh, with host memory for one device's part or less.
 
-A part that several devices hold is read once for all of them. Where parts differ in their columns alone, which lie side by side
-in the files, rows are read a block at a time and each device gets its columns of the block.
+A part that several devices hold is read once for all of them. Parts of a table that differ in their columns alone, which lie side
+by side in the file, are filled together: rows are read once, a block at a time, and each device gets its columns of the block.
+(Columns of smaller arrays are cut out of rows that are read again for every device, from the system's page cache.)
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@ import json
 import math
 import os
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path, PurePosixPath, PureWindowsPath
 from typing import Any, Final
 
@@ -111,9 +111,9 @@ class _Handles:
                 self._open[path] = os.open(path, os.O_RDONLY)
             return self._open[path]
 
-    def __del__(self) -> None:
+    def __del__(self, close: Callable[[int], None] = os.close) -> None:  # `os` may be gone when the interpreter ends
         for handle in self._open.values():
-            os.close(handle)
+            close(handle)
 
 
 class TensorFiles(Entries):
@@ -214,7 +214,12 @@ def read_header(path: Path) -> list[TensorEntry]:
 
 def read_metadata(path: Path) -> dict[str, str] | None:
     """The `__metadata__` of one safetensors file, None if it has none."""
-    return _read_header(path)[0].get("__metadata__")
+    found = _read_header(path)[0].get("__metadata__")
+    if found is not None and not (isinstance(found, dict) and all(isinstance(v, str) for v in found.values())):
+        raise CheckpointError(
+            f"{path}: __metadata__ must map names to texts, found {found!r:.80}: fetch the file again"
+        )
+    return found
 
 
 def _read_header(path: Path) -> tuple[dict[str, Any], int, int]:
@@ -241,7 +246,7 @@ def _entry(path: Path, name: str, fields: Any, base: int, size: int) -> TensorEn
     if not isinstance(fields, dict) or not {"dtype", "shape", "data_offsets"} <= set(fields):
         raise CheckpointError(f"{path}: the header of {name} must hold dtype, shape and data_offsets, found {fields!r}")
     dtype, shape, offsets = fields["dtype"], fields["shape"], fields["data_offsets"]
-    if dtype not in DTYPES:
+    if not isinstance(dtype, str) or dtype not in DTYPES:
         raise CheckpointError(
             f"{path}: {name} has dtype {dtype!r}, which this reader does not know; it reads {', '.join(DTYPES)}. "
             "Convert it first"
@@ -266,7 +271,7 @@ def _entry(path: Path, name: str, fields: Any, base: int, size: int) -> TensorEn
 
 
 def _counts(value: Any) -> bool:
-    return isinstance(value, list) and all(isinstance(n, int) and not isinstance(n, bool) and n >= 0 for n in value)
+    return isinstance(value, list) and all(type(n) is int and 0 <= n < 1 << 63 for n in value) and len(value) <= 32
 
 
 def _check_tiling(path: Path, entries: list[TensorEntry], base: int, size: int) -> None:
@@ -299,7 +304,7 @@ def _read_sharded(directory: Path, index: Path) -> dict[str, TensorEntry]:
         raise CheckpointError(f"{index}: weight_map must map tensor names to shard files, found {weight_map!r:.80}")
     promised: dict[str, list[str]] = {}
     for name, shard in weight_map.items():
-        if not isinstance(shard, str) or not _stays_inside(shard):
+        if not isinstance(shard, str) or not stays_inside(shard):
             raise CheckpointError(
                 f"{index}: {name} is in shard {shard!r}, a path that leaves the model directory: "
                 "refused, shards lie beside the index; fetch the index again"
@@ -338,11 +343,16 @@ def _read_sharded(directory: Path, index: Path) -> dict[str, TensorEntry]:
     return found
 
 
-def _stays_inside(shard: str) -> bool:
-    """Lexical, so that a download cache may still link a shard to a blob elsewhere."""
+def stays_inside(shard: str) -> bool:
+    """Whether a shard named like this lies below the index's directory; lexical, so that a cache may link it to elsewhere."""
     posix, windows = PurePosixPath(shard), PureWindowsPath(shard)
     rooted = posix.is_absolute() or bool(windows.drive or windows.root)
     return bool(posix.parts) and not rooted and ".." not in (*posix.parts, *windows.parts)
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """A file that must hold a JSON object; CheckpointError naming it otherwise."""
+    return _load_json(path.read_bytes(), str(path))
 
 
 def _load_json(raw: bytes, where: str) -> dict[str, Any]:
@@ -358,7 +368,9 @@ def _load_json(raw: bytes, where: str) -> dict[str, Any]:
 
     try:
         content = json.loads(raw.decode("utf-8"), object_pairs_hook=unique)
-    except (json.JSONDecodeError, UnicodeDecodeError, RecursionError) as error:
+    except CheckpointError:
+        raise
+    except (ValueError, RecursionError) as error:  # text that is no JSON, bytes that are no text, numbers without end
         raise CheckpointError(f"{where} is not valid JSON ({error}): the file is damaged, fetch it again") from None
     if not isinstance(content, dict):
         raise CheckpointError(f"{where} must be a JSON object, found {type(content).__name__}")

@@ -29,8 +29,9 @@ def find_token_map(directory: Path, config: ModelConfig) -> np.ndarray | None:
     array_file, text_file = directory / TOKEN_MAP_FILE, tokenizer_file(directory, config)
     if array_file.is_file():
         try:
-            array = np.load(array_file, allow_pickle=False)
-        except (ValueError, EOFError) as error:
+            # Of a header that asks for more than the file holds nothing is allocated.
+            array = np.array(np.lib.format.open_memmap(array_file, mode="r"))
+        except (ValueError, EOFError, OSError, OverflowError) as error:
             raise CheckpointError(f"{array_file} is not a NumPy array of integers ({error}): write it again") from None
         return _checked_map(array, array_file, config)
     if text_file is not None:

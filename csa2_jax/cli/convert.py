@@ -42,7 +42,7 @@ def main(
         source: Directory with config.json and safetensors, named as the release names them or as the port in transformers does.
         target: Directory to make.
         dtype: Keep fp8 and fp4 as stored, or dequantise them, exactly, to bf16 or f32.
-        mesh: Axis sizes of the mesh that will read it, as data=2,model=8; no file then crosses the border of two devices' parts.
+        mesh: Axis sizes of the mesh that will read it, as data=2,model=8: files end where its devices' parts do, but for tables.
         host: Which of several processes this is, when they write one DST together.
         hosts: How many they are; each writes the parts of its own devices.
         plan: A config.json to plan for, instead of converting.
@@ -73,6 +73,8 @@ def main(
 
 
 def _plan(path: Path, weights: Weights, mesh: dict[str, int], device_memory: float, json: Path | None) -> int:
+    if not device_memory > 0:
+        raise ValueError(f"--device-memory {device_memory:g} must be a number of GB above 0")
     from csa2_jax.conversion.budget import budget
 
     found = budget(ModelConfig.from_hf(path), weights=weights, mesh=mesh)

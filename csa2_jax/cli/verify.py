@@ -26,8 +26,12 @@ def main(
     """
     from csa2_jax.conversion.verify import report, verify
 
+    if digests is not None and not digests.absolute().parent.is_dir():
+        raise FileNotFoundError(
+            f"{digests.absolute().parent} does not exist: create it, or name another file for --digests"
+        )
     found = verify(a, b, digests=digests is not None)
+    print("\n".join(report(found, a, b)))
     if digests is not None:
         digests.write_text(json.dumps(found.digests, indent=1) + "\n", encoding="utf-8")
-    print("\n".join(report(found, a, b)))
     return 1 if found.differences else 0

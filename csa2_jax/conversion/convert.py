@@ -33,19 +33,19 @@ from csa2_jax.conversion.converted import (
     is_converted,
     layout,
     read_marker,
+    refuse_inside,
+    travelling,
 )
 from csa2_jax.conversion.opening import Opened, open_checkpoint
 from csa2_jax.conversion.stacks import Region, Stack, stacks_of
 from csa2_jax.conversion.staging import Staging
 from csa2_jax.progress import byte_progress
-from csa2_jax.safetensors_io import INDEX_FILE, CheckpointError, TensorFiles, read_metadata
+from csa2_jax.safetensors_io import CheckpointError, TensorFiles, read_metadata
 from csa2_jax.sharding import partition, pieces
 from csa2_jax.token_map import TOKEN_MAP_FILE, find_token_map
 
 PIECE_BYTES: Final = 64 << 20
 _WORKERS: Final = 4
-_TRAVELS: Final = ("*.json", "*.txt", "*.md", "*.model", "*.jinja", "LICENSE*")  # with the weights, as they are
-_LARGEST_COMPANION: Final = 100_000_000  # bytes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -101,13 +101,18 @@ def convert(
     scale), and a disk that fills meanwhile, end it with the pieces so far kept. `target` appears when it is whole.
     """
     source, target = Path(source), Path(target)
+    refuse_inside(source, target)
     if is_converted(source):
+        read_marker(source)  # an unfinished one is told so
         raise CheckpointError(f"{source} is converted already: use it as it is, or csa2 export to go back")
     opened = open_checkpoint(source)
     config, files, specs = opened.config, opened.files, opened.specs
     assert isinstance(files, TensorFiles)
     token_map = find_token_map(source, config)
+    stacks = stacks_of(specs, {spec.name: spec for spec in layout(config, weights)})
+    own = list(pieces_of(stacks.values(), mesh or {}, piece_bytes, host, hosts))
     begun = {
+        "layout": _layout_digest(stacks.values(), mesh or {}, piece_bytes),
         "source": _fingerprint(files, opened.directory),
         "weights": weights,
         "mesh": [list(axis) for axis in (mesh or {}).items()],
@@ -116,12 +121,10 @@ def convert(
     }
     staging = Staging(target, begun, host, hosts)
     if target.exists():
-        return _already_there(target, staging, len(specs))
-    stacks = stacks_of(specs, {spec.name: spec for spec in layout(config, weights)})
-    own = list(pieces_of(stacks.values(), mesh or {}, piece_bytes, host, hosts))
+        return _already_there(target, staging, len(specs), own)
     with staging.open() as to_do:
         if not to_do:
-            return _already_there(target, staging, len(specs))
+            return _already_there(target, staging, len(specs), own)
         missing = [piece for piece in own if not staging.done(piece.name, piece.nbytes)]
         needed, total = (sum(piece.nbytes for piece in some) for some in (missing, own))
         staging.require_space(needed)
@@ -163,20 +166,28 @@ def pieces_of(
         for number, grid in enumerate(itertools.product(*map(range, counts))):
             region = tuple(slice(g * c, min((g + 1) * c, n)) for g, c, n in zip(grid, chunk, stack.shape, strict=True))
             if hosts > 1:
-                holders = _holders(
-                    tuple(s.start // part for s, part in zip(region, parts, strict=True)), axes, mesh, hosts
-                )
+                held = tuple(_part(s, part) for s, part in zip(region, parts, strict=True))
+                holders = _holders(held, axes, mesh, hosts)
                 if holders[number % len(holders)] != host:
                     continue
             yield Piece(stack, grid, region, chunk)
 
 
+def _part(span: slice, size: int) -> int | None:
+    """Which of the parts of this size a span lies in; None for a span of several."""
+    return span.start // size if span.start // size == (span.stop - 1) // size else None
+
+
 def _holders(
-    part: tuple[int, ...], axes: tuple[tuple[str, ...], ...], mesh: Mapping[str, int], hosts: int
+    part: tuple[int | None, ...], axes: tuple[tuple[str, ...], ...], mesh: Mapping[str, int], hosts: int
 ) -> list[int]:
-    """Hosts with a device that holds this part of an array; devices are numbered along the mesh, hosts have equal runs."""
+    """Hosts with a device that holds this part of an array, along an axis of None any; devices are numbered along the mesh, hosts
+    have equal runs of them.
+    """
     fixed: dict[str, int] = {}
     for index, names in zip(part, axes, strict=True):
+        if index is None:
+            continue
         for name in reversed(names):  # of several axes on one dimension the last turns fastest
             index, fixed[name] = divmod(index, mesh[name])
     devices = [0]
@@ -261,29 +272,18 @@ def _describe(staging: Staging, stack: Stack, mesh: Mapping[str, int], piece_byt
 def _companions(staging: Staging, opened: Opened, token_map: np.ndarray | None) -> None:
     """Everything small: configuration, tokenizer and texts as they are, the token map, and where each tensor was."""
     files = opened.files
-    for path in _travelling(opened.directory):
+    for path in travelling(opened.directory):
         staging.write(path.name, [path.read_bytes()])
     if opened.changed:
         staging.write("config.json", [json.dumps(opened.config.to_hf(), indent=2).encode()])
     if token_map is not None:
         staging.write(TOKEN_MAP_FILE, [_npy(token_map)])
-    release: dict[str, Any] = {path.name: {"metadata": read_metadata(path), "tensors": []} for path in files.files}
+    # Shards may lie in folders below.
+    place = {path: path.relative_to(opened.directory).as_posix() for path in files.files}
+    release: dict[str, Any] = {place[path]: {"metadata": read_metadata(path), "tensors": []} for path in files.files}
     for entry in files.values():
-        release[entry.file.name]["tensors"].append(entry.name)
+        release[place[entry.file]]["tensors"].append(entry.name)
     staging.write(RELEASE_FILE, [json.dumps(release, indent=0).encode()])
-
-
-def _travelling(directory: Path) -> list[Path]:
-    """The small files beside the weights that go with them."""
-    names = {path for pattern in _TRAVELS for path in directory.glob(pattern)}
-    own = (INDEX_FILE, TOKEN_MAP_FILE, MARKER, RELEASE_FILE)
-    found = [path for path in sorted(names) if path.name not in own and path.is_file()]
-    for path in found:
-        if path.stat().st_size > _LARGEST_COMPANION:
-            raise CheckpointError(
-                f"{path} has {path.stat().st_size} bytes: no text that belongs to a model; move it away"
-            )
-    return found
 
 
 def _npy(array: np.ndarray) -> bytes:
@@ -341,16 +341,32 @@ def _fingerprint(files: TensorFiles, directory: Path) -> str:
     for name in sorted(files):
         entry = files[name]
         digest.update(f"{name} {entry.dtype} {entry.shape} {entry.file.name} {entry.start}\n".encode())
-    for path in (*_travelling(directory), directory / TOKEN_MAP_FILE):
+    for path in (*travelling(directory), directory / TOKEN_MAP_FILE):
         if path.is_file():
             digest.update(f"{path.name} {hashlib.sha256(path.read_bytes()).hexdigest()}\n".encode())
     return digest.hexdigest()
 
 
-def _already_there(target: Path, staging: Staging, tensors: int) -> Converted:
+def _layout_digest(stacks: Iterable[Stack], mesh: Mapping[str, int], piece_bytes: int) -> str:
+    """Of how arrays are cut into pieces, which another version of this program may do otherwise."""
+    digest = hashlib.sha256(json.dumps(FORMAT).encode())
+    for stack in stacks:
+        digest.update(f"{stack.path} {stack.dtype} {stack.shape} {chunk_shape(stack, mesh, piece_bytes)}\n".encode())
+    return digest.hexdigest()
+
+
+def _already_there(target: Path, staging: Staging, tensors: int, own: Sequence[Piece]) -> Converted:
     if (target / MARKER).is_file() and read_marker(target).get("made_from") == staging.fingerprint:
+        for piece in own:
+            path = target / piece.name
+            found = path.stat().st_size if path.is_file() else 0
+            if found != piece.nbytes:
+                raise CheckpointError(
+                    f"{path} has {found} bytes, not {piece.nbytes}: {target} was finished and has been damaged since. Remove it "
+                    "and convert again"
+                )
         staging.tidy()
-        nbytes = sum(p.stat().st_size for p in (target / PARAMS).rglob("*") if p.is_file() and p.name[0] not in "._")
+        nbytes = sum(piece.nbytes for piece in own)
         return Converted(target, tensors, nbytes, nbytes, complete=True)
     raise FileExistsError(
         f"{target} exists and was not made by this command from this source: choose another place, or remove it"

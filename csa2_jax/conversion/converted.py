@@ -27,13 +27,17 @@ from csa2_jax.config import ModelConfig
 from csa2_jax.conversion.stacks import Region, Stack, refuse_nan_scale, stacks_of
 from csa2_jax.conversion.staging import BEGUN
 from csa2_jax.manifest import TensorSpec, release_tensors
-from csa2_jax.safetensors_io import DTYPES, CheckpointError, Entries, TensorEntry
+from csa2_jax.safetensors_io import DTYPES, INDEX_FILE, SINGLE_FILE, CheckpointError, Entries, TensorEntry, read_json
+from csa2_jax.token_map import TOKEN_MAP_FILE
 
 Weights = Literal["stored", "bfloat16", "float32"]
 MARKER: Final = "csa2.json"
 PARAMS: Final = "params"
 RELEASE_FILE: Final = "release.json"
-_CACHE_BYTES: Final = 768 << 20
+STAMP: Final = "exported_from.json"
+_CACHE_BYTES: Final = 256 << 20
+_TRAVELS: Final = ("*.json", "*.txt", "*.md", "*.model", "*.jinja", "LICENSE*")
+_LARGEST_COMPANION: Final = 100_000_000  # bytes
 _MAPPED: Final = 64  # files of a table at a time; two tables with their scales stay well below the usual 1,024
 FORMAT: Final = {"format": "csa2-jax stacked parameters", "version": 1}
 
@@ -52,9 +56,33 @@ def layout(config: ModelConfig, weights: Weights) -> tuple[TensorSpec, ...]:
 
 
 def is_converted(directory: str | os.PathLike[str]) -> bool:
-    """Whether this is a converted directory, finished or not."""
+    """Whether this is a converted directory, finished or not; one that holds safetensors is none, whatever else is there."""
     directory = Path(directory)
-    return any((directory / name).exists() for name in (MARKER, PARAMS, BEGUN))
+    if any((directory / name).is_file() for name in (MARKER, BEGUN)):
+        return True
+    return (directory / PARAMS).is_dir() and not any((directory / name).exists() for name in (SINGLE_FILE, INDEX_FILE))
+
+
+def travelling(directory: Path) -> list[Path]:
+    """The small files beside the weights that go with them wherever they go: configuration, tokenizer, texts.
+
+    Raises CheckpointError for one that is too large to be any of these.
+    """
+    names = {path for pattern in _TRAVELS for path in directory.glob(pattern)}
+    own = (INDEX_FILE, TOKEN_MAP_FILE, MARKER, RELEASE_FILE, STAMP, BEGUN)
+    found = [path for path in sorted(names) if path.name not in own and path.is_file()]
+    for path in found:
+        if path.stat().st_size > _LARGEST_COMPANION:
+            raise CheckpointError(
+                f"{path} has {path.stat().st_size} bytes: no text that belongs to a model; move it away"
+            )
+    return found
+
+
+def refuse_inside(source: Path, target: Path) -> None:
+    """ValueError for an output inside its own input, which would become part of it."""
+    if source.resolve() in target.resolve().parents:
+        raise ValueError(f"{target} lies inside {source}, which it is made from: choose a place beside it")
 
 
 class _Maps:
@@ -139,15 +167,14 @@ class ConvertedFiles(Entries):
         except (OSError, ValueError, KeyError):
             size, width, plain = 0, 0, False
         if not plain or spec.index or width != spec.shape[1]:
-            raise CheckpointError(
-                f"{folder} cannot be mapped row by row: convert again with csa2 convert, without a mesh"
-            )
+            raise CheckpointError(f"{folder} cannot be mapped row by row: convert again with csa2 convert")
         runs: list[tuple[int, Any]] = []
         maps = _Maps()
         for start in range(0, spec.shape[0], size):
             path = folder / f"{start // size}.0"
-            if path.stat().st_size != size * width:
-                raise CheckpointError(f"{path} has {path.stat().st_size} bytes, not {size * width}: convert again")
+            found = path.stat().st_size if path.is_file() else 0
+            if found != size * width:
+                raise CheckpointError(f"{path}, rows of {name}, has {found} bytes, not {size * width}: convert again")
             runs.append((start, _Mapped(maps, path, (min(size, spec.shape[0] - start), width))))
         return runs
 
@@ -180,11 +207,8 @@ def read_marker(directory: Path) -> dict[str, Any]:
             f"{directory} has no {MARKER}: it is no finished conversion. Run the same command again, which goes on where it "
             "stopped"
         )
-    try:
-        marker = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise CheckpointError(f"{path} is not valid JSON ({error}): convert again") from None
-    found = {name: marker.get(name) for name in FORMAT} if isinstance(marker, dict) else marker
+    marker = read_json(path)
+    found = {name: marker.get(name) for name in FORMAT}
     if found != FORMAT or marker.get("weights") not in get_args(Weights):
         raise CheckpointError(
             f"{path} says {str(found)[:200]}, this version reads {FORMAT}: convert again with this version"

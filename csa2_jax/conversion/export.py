@@ -15,17 +15,17 @@ from typing import Any, Final, Literal
 
 import numpy as np
 
-from csa2_jax.conversion.converted import MARKER, PARAMS, RELEASE_FILE, ConvertedFiles, layout
+from csa2_jax.conversion.converted import RELEASE_FILE, STAMP, ConvertedFiles, layout, refuse_inside, travelling
 from csa2_jax.conversion.stacks import Files
 from csa2_jax.conversion.staging import Staging
 from csa2_jax.conversion.views import Requantised, Widened
 from csa2_jax.manifest import TILE, TensorSpec, release_tensors
 from csa2_jax.progress import byte_progress
-from csa2_jax.safetensors_io import INDEX_FILE, SINGLE_FILE, CheckpointError
+from csa2_jax.safetensors_io import INDEX_FILE, SINGLE_FILE, CheckpointError, read_json, stays_inside
+from csa2_jax.token_map import TOKEN_MAP_FILE
 
 SHARD_BYTES: Final = 5 << 30
 _BLOCK_BYTES: Final = 32 << 20
-_STAMP: Final = "exported_from.json"
 
 Storage = Literal["stored", "bfloat16"]
 
@@ -88,6 +88,7 @@ def export(
 
     Raises CheckpointError as `convert` does, and for weights that fp8 cannot hold.
     """
+    refuse_inside(Path(source), Path(target))
     files = ConvertedFiles(source)
     config, root = files.config, files.directory
     written = config if weights == "stored" else dataclasses.replace(config, quantized=False)
@@ -98,7 +99,12 @@ def export(
     elif weights == "bfloat16" and config.quantized and files.weights != "bfloat16":
         view = Widened(files, layout(config, files.weights), specs)
     shards = _shards(root, specs, shard_bytes, alike=weights == "stored")
-    begun = {"source": _fingerprint(root), "weights": weights, "shard_bytes": shard_bytes or 0}
+    begun = {
+        "layout": hashlib.sha256(b"".join(shard.header for shard in shards)).hexdigest(),
+        "source": _fingerprint(root),
+        "weights": weights,
+        "shard_bytes": shard_bytes or 0,
+    }
     staging = Staging(target, begun)
     total = sum(shard.nbytes for shard in shards)
     result = Exported(Path(target), len(specs), total, len(shards))
@@ -107,10 +113,10 @@ def export(
     with staging.open() as to_do:
         if not to_do:
             return _already_there(staging, result)
+        _companions(staging, root, quantized=written.quantized)
         missing = [shard for shard in shards if not staging.done(shard.name, shard.nbytes)]
         needed = sum(shard.nbytes for shard in missing)
         staging.require_space(needed)
-        _companions(staging, root, quantized=written.quantized)
         with byte_progress("exporting", total, done=total - needed, lines=True) as advance:
             _write_all(staging, view, missing, workers, advance)
         if len(shards) > 1 or shards[0].name != SINGLE_FILE:
@@ -119,14 +125,18 @@ def export(
                 "weight_map": {spec.name: shard.name for shard in shards for spec in shard.specs},
             }
             staging.write(INDEX_FILE, [json.dumps(index, indent=2).encode()])
-        staging.write(_STAMP, [json.dumps({"made_from": staging.fingerprint}).encode()])
+        if _fingerprint(root) != begun["source"]:
+            raise CheckpointError(
+                f"{root} changed while it was exported: remove {staging.partial} and export again when nobody writes there"
+            )
+        staging.write(STAMP, [json.dumps({"made_from": staging.fingerprint}).encode()])
         staging.commit()
     return result
 
 
 def _already_there(staging: Staging, result: Exported) -> Exported:
-    stamp = staging.target / _STAMP
-    if stamp.is_file() and json.loads(stamp.read_text()).get("made_from") == staging.fingerprint:
+    stamp = staging.target / STAMP
+    if stamp.is_file() and read_json(stamp).get("made_from") == staging.fingerprint:
         staging.tidy()
         return result
     raise FileExistsError(
@@ -162,6 +172,7 @@ def _fingerprint(root: Path) -> str:
 def _content(view: Files, shard: _Shard, advance: Callable[[int], None], stop: threading.Event) -> Iterator[Any]:
     """Header, then every tensor a few rows at a time."""
     yield shard.header
+    advance(len(shard.header))
     for spec in shard.specs:
         for block in row_blocks(spec, wide=not isinstance(view, ConvertedFiles)):
             if stop.is_set():
@@ -194,7 +205,7 @@ def _shards(root: Path, specs: Sequence[TensorSpec], shard_bytes: int | None, *,
     recorded = root / RELEASE_FILE
     if alike and shard_bytes is None and recorded.is_file():
         by_name = {spec.name: spec for spec in specs}
-        files = json.loads(recorded.read_text(encoding="utf-8"))
+        files = _recorded_files(recorded)
         names = [name for file in files.values() for name in file["tensors"]]
         if sorted(names) == sorted(by_name):
             return [
@@ -221,10 +232,23 @@ def _shards(root: Path, specs: Sequence[TensorSpec], shard_bytes: int | None, *,
     ]
 
 
+def _recorded_files(path: Path) -> dict[str, Any]:
+    """release.json: by file name its metadata and the names of its tensors."""
+    files = read_json(path)
+    for name, file in files.items():
+        tensors = file.get("tensors") if isinstance(file, dict) else None
+        texts = isinstance(tensors, list) and all(isinstance(n, str) for n in tensors)
+        metadata = file.get("metadata") if isinstance(file, dict) else None
+        if not texts or not isinstance(metadata, dict | None) or not name.endswith(".safetensors"):
+            raise CheckpointError(f"{path}: {name} must be a weight file with its metadata and tensors: convert again")
+        if not stays_inside(name):
+            raise CheckpointError(f"{path} names {name}, a file outside of the checkpoint: refused; convert again")
+    return files
+
+
 def _companions(staging: Staging, root: Path, *, quantized: bool) -> None:
-    for path in sorted(root.iterdir()):
-        if path.name in (MARKER, PARAMS, RELEASE_FILE, _STAMP) or not path.is_file():
-            continue
+    token_map = root / TOKEN_MAP_FILE
+    for path in (*travelling(root), *((token_map,) if token_map.is_file() else ())):
         content = path.read_bytes()
         if path.name == "config.json" and not quantized:
             config = json.loads(content)

@@ -101,7 +101,7 @@ def _places(name: str, entry: TensorEntry) -> Iterator[tuple[str, _Place]]:
     if fused is None:
         yield name, _Place(entry)
         return
-    if len(entry.shape) != 3 or (fused[2] == "gate_up_proj" and entry.shape[1] % 2):
+    if len(entry.shape) != 3 or not entry.nbytes or (fused[2] == "gate_up_proj" and entry.shape[1] % 2):
         raise CheckpointError(f"{entry.file}: {entry.name} has shape {list(entry.shape)}, expected [experts, out, in]")
     leaf = "scale" if fused[3] else "weight"
     rows = entry.shape[1]

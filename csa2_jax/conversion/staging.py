@@ -21,10 +21,11 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, Final
 
-from csa2_jax.safetensors_io import CheckpointError
+from csa2_jax.safetensors_io import CheckpointError, read_json
 
 BEGUN: Final = "begun.json"
 _CONTENT: Final = "content"
+_LEFT: Final = (".lock-", ".nfs")  # locks, and what is left of open files on disks that are mounted from elsewhere
 
 
 class Staging:
@@ -32,11 +33,13 @@ class Staging:
 
     def __init__(self, target: str | os.PathLike[str], begun: dict[str, Any], host: int = 0, hosts: int = 1) -> None:
         self.target = Path(os.path.abspath(target))
+        if not self.target.name:
+            raise ValueError(f"{target} is no place for a checkpoint: name a directory to make")
         self.partial = self.target.with_name(self.target.name + ".partial")
         self.content = self.partial / _CONTENT
         self.begun, self.host, self.hosts = begun, host, hosts
-        if not 0 <= host < hosts:
-            raise ValueError(f"{host=} must be from 0 to {hosts - 1}, of {hosts=}")
+        if hosts < 1 or not 0 <= host < hosts:
+            raise ValueError(f"{host=} must be from 0 to {max(hosts, 1) - 1}, of {hosts=} processes from 1 up")
 
     @property
     def fingerprint(self) -> str:
@@ -51,6 +54,12 @@ class Staging:
         """
         if not self.target.parent.is_dir():
             raise FileNotFoundError(f"{self.target.parent} does not exist: create it, or choose another place")
+        if self.target.is_symlink() and not self.target.exists():
+            raise FileExistsError(f"{self.target} is a link to nothing: remove it, or choose another place")
+        if self.partial.exists() and not self.partial.is_dir():
+            raise FileExistsError(
+                f"{self.partial} is in the way, where the work is kept until it is whole: move it away"
+            )
         self.partial.mkdir(exist_ok=True)
         who = f" as host {self.host}" if self.hosts > 1 else ""
         with self._lock(
@@ -91,14 +100,11 @@ class Staging:
     def _agree(self) -> None:
         path = self.partial / BEGUN
         if not path.exists():
-            others = [p for p in self.partial.iterdir() if not p.name.startswith(".lock-") and BEGUN not in p.name]
+            others = [p for p in self.partial.iterdir() if not p.name.startswith(_LEFT) and BEGUN not in p.name]
             if others:
                 raise CheckpointError(f"{self.partial} holds {others[0].name} and is none of ours: move it away")
             self._put(path, [json.dumps(self.begun, sort_keys=True, indent=1).encode()])
-        try:
-            found = json.loads(path.read_text(encoding="utf-8"))
-        except ValueError:
-            found = {}
+        found = read_json(path)
         for name in sorted({*found, *self.begun}):
             if found.get(name) != self.begun.get(name):
                 was, now = _short(found.get(name)), _short(self.begun.get(name))
@@ -183,7 +189,7 @@ class Staging:
         """Remove what is left of the work once the directory is whole."""
         if not self.target.exists() or self.content.exists() or not self.partial.is_dir():
             return
-        ours = (self.partial / BEGUN).exists() or all(p.name.startswith(".lock-") for p in self.partial.iterdir())
+        ours = (self.partial / BEGUN).exists() or all(p.name.startswith(_LEFT) for p in self.partial.iterdir())
         if ours:
             shutil.rmtree(self.partial, ignore_errors=True)
 
