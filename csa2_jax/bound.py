@@ -12,7 +12,7 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array, Int
 
-from csa2_jax.calls import check_call, check_storage
+from csa2_jax.calls import check_call, check_storage, document_origins
 from csa2_jax.config import ModelConfig
 from csa2_jax.dspark import DraftFeed
 from csa2_jax.engram_host import HostRows, HostTable
@@ -72,6 +72,7 @@ def forward(
     *,
     all_logits: bool = True,
     capture: Iterable[str] = (),
+    documents_BT: Int[Array, "B T"] | np.ndarray | Sequence[Sequence[int]] | None = None,
 ) -> Any:
     """Run the model over T new tokens per row.
 
@@ -85,6 +86,9 @@ def forward(
         lengths_B: how many of each row's T tokens are real; logits behind them are unspecified.
         all_logits: False gives logits [B, V] of each row's last real token only.
         capture: names out of `calls.CAPTURES` to return in `output.captured`.
+        documents_BT: for rows that hold several documents one behind the other (without a cache): an id per token, -1 for
+            padding. Each document is computed as if alone: positions, windows, groups, selections and n-grams begin with it. It
+            must start at a multiple of `config.document_alignment`, see `calls.document_origins`.
 
     Raises:
         ValueError: ids outside the vocabulary, shapes that do not fit, a call that would exceed the cache's max_length, a
@@ -96,12 +100,18 @@ def forward(
     bound = model if isinstance(model, Bound) else Bound.of(model)
     if cache is not None:
         check_storage(bound.numerics.fake_quant, cache)
+    origins = None
+    if documents_BT is not None:
+        if cache is not None:
+            raise ValueError("a cache holds one document per row: documents_BT is for calls without one")
+        origins = document_origins(model.config, documents_BT, tokens.shape)
     before = None if cache is None else cache.lengths()
     drafting = cache is not None and cache.draft_window_LBWH is not None
     feed_structure, feed_state = bound.feed if drafting and bound.feed is not None else (None, None)
     out, cache = _jit_forward(
         *(bound.structure, feed_structure, bound.state, feed_state),
         *(tokens, cache, lengths),
+        origins,
         all_logits=all_logits,
         capture=names,
     )
@@ -121,13 +131,14 @@ def _jit_forward(
     tokens: Int[Array, "B T"],
     cache: Cache | None,
     lengths: Int[Array, " B"],
+    origins: Int[Array, "B T"] | None = None,
     *,
     all_logits: bool,
     capture: frozenset[str],
 ) -> tuple[ForwardOutput, Cache | None]:
     feed = None if feed_structure is None else feed_structure.merge(feed_state)
     model = structure.merge(state)
-    return model(tokens, cache, lengths, all_logits=all_logits, capture=capture, feed=feed)
+    return model(tokens, cache, lengths, all_logits=all_logits, capture=capture, feed=feed, origin_BT=origins)
 
 
 def forward_encoder(bound: Bound, tokens: np.ndarray, cache: Cache, lengths: np.ndarray) -> Cache:

@@ -60,6 +60,33 @@ def check_call(
     return np.where(real, tokens, 0).astype(np.int32), lengths.astype(np.int32), names
 
 
+def document_origins(config: ModelConfig, documents_BT: Any, shape: tuple[int, ...]) -> np.ndarray:
+    """Where in its row each token's document begins, int32 [B, T]; padding (-1) counts on from the document before it.
+
+    Raises ValueError for ids of another shape, a document that is interrupted, or one that starts between whole groups.
+    """
+    ids = whole_numbers("documents_BT", documents_BT)
+    if ids.shape != shape:
+        raise ValueError(f"documents_BT has shape {ids.shape} and must have that of the tokens, {shape}")
+    align = config.document_alignment
+    column = np.arange(shape[1])
+    begins = ids >= 0
+    begins[:, 1:] &= ids[:, 1:] != ids[:, :-1]
+    begins[:, 0] = True
+    if (begins & (column % align != 0)).any():
+        b, t = np.argwhere(begins & (column % align != 0))[0]
+        raise ValueError(
+            f"document {ids[b, t]} begins at row {b}, token {t}, which is no multiple of {align}: pad the one before it with -1, "
+            "so that no group of tokens and no block of candidates belongs to two documents"
+        )
+    for b, row in enumerate(ids):
+        named = row[begins[b] & (row >= 0)]
+        if len(np.unique(named)) != len(named):
+            again = next(i for i in named if (named == i).sum() > 1)
+            raise ValueError(f"document {again} of row {b} is interrupted by another: its tokens must lie together")
+    return np.maximum.accumulate(np.where(begins, column, 0), axis=1).astype(np.int32)
+
+
 def check_room(cache: Cache, lengths: np.ndarray) -> None:
     """Refuse a cache that is not one, was consumed, holds another number of rows, or would overrun."""
     if not isinstance(cache, Cache):

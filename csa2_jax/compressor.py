@@ -61,7 +61,9 @@ class Compressor(nnx.Module):
             c_half, z_half = pool.half_YGBMH[0, group], pool.half_YGBMH[1, group]
         entry_dtype = None if isinstance(pool.kv_GBPH, Packed) else pool.kv_GBPH.dtype
         entry_BE = first_B[:, None] + jnp.arange(-(-x_BTD.shape[1] // m))
-        rotation = rope.table(entry_BE * m, rope.layer_frequencies(config, reads_pool=True))
+        # Rows that several documents share begin each at a whole group, and count its positions from there.
+        position_BE = entry_BE * m if step.origin_BT is None else step.position_BT[:, ::m]
+        rotation = rope.table(position_BE, rope.layer_frequencies(config, reads_pool=True))
         latent_BEH, kv_BEH, c_half, z_half = compress_entries(
             c_BTH,
             z_BTH,

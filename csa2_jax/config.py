@@ -181,6 +181,11 @@ class ModelConfig:
         return self.candidate_source_layer_id is not None and self.candidate_source_layer_id >= 0
 
     @property
+    def document_alignment(self) -> int:
+        """Tokens in a whole number of groups and candidate blocks of every ratio: where documents that share a row may begin."""
+        return math.lcm(*self.plan.ratios, 1) * (self.candidate_block_size if self.has_candidates else 1)
+
+    @property
     def has_vision(self) -> bool:
         """Whether the checkpoint carries an image tower."""
         return self.vision is not None and self.vision.num_hidden_layers > 0

@@ -113,9 +113,17 @@ def next_history(ids_BU: jax.Array, count_B: jax.Array, kept: int) -> jax.Array:
 
 
 def hash_rows(
-    ids_BU: jax.Array, products: jax.Array, constants: NgramConstants, pad_id: jax.Array, tokens: int
+    ids_BU: jax.Array,
+    products: jax.Array,
+    constants: NgramConstants,
+    pad_id: jax.Array,
+    tokens: int,
+    position_BT: jax.Array | None = None,
 ) -> jax.Array:
-    """Table rows int32 [B, T, sizes * heads] of this call's tokens (the last `tokens` of `ids_BU`)."""
+    """Table rows int32 [B, T, sizes * heads] of this call's tokens (the last `tokens` of `ids_BU`).
+
+    position_BT: of the tokens in their documents, where a row holds several: what lies before one is dead.
+    """
     sizes = constants.multipliers.shape[0] - 1
     heads = constants.primes.shape[0] // sizes
     history = ids_BU.shape[1] - tokens
@@ -125,6 +133,8 @@ def hash_rows(
     for back in range(sizes + 1):
         ids = ids_BU[:, history - back : history - back + tokens]
         alive = ids >= 0 if alive is None else alive & (ids >= 0)
+        if position_BT is not None:
+            alive &= position_BT >= back
         limbs = products[back][jnp.where(alive, ids, pad_id)]
         high, low = high ^ limbs[..., 0], low ^ limbs[..., 1]
         if back:

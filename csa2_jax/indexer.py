@@ -51,7 +51,11 @@ class Indexer(nnx.Module):
         w_BTI = numerics.cast(self.weights_proj(x_BTD, numerics).astype(jnp.float32) * scale)
         # Padding behind a row's real tokens has positions too, but no entries: slots never written stay unread.
         made_B = (step.start_B + step.count_B) // ratio
-        visible_BT = jnp.minimum((step.position_BT + 1) // ratio, made_B[:, None])
+        visible_BT, documents = (step.position_BT + 1) // ratio, {}
+        if step.origin_BT is not None:
+            documents["first_BT"] = step.origin_BT // ratio
+            visible_BT += documents["first_BT"]
+        visible_BT = jnp.minimum(visible_BT, made_B[:, None])
         selection_BTK, made = index_select(
             q_BTIJ,
             w_BTI,
@@ -62,7 +66,8 @@ class Indexer(nnx.Module):
             block_size=config.candidate_block_size,
             make_candidates=config.candidate_topk_blocks if make_candidates else 0,
             candidates_BTC=candidates_BTC,
+            **documents,
             **numerics.kernels,
         )
-        scores = index_scores(q_BTIJ, w_BTI, key_GBPJ, group, visible_BT) if want_scores else None
+        scores = index_scores(q_BTIJ, w_BTI, key_GBPJ, group, visible_BT, **documents) if want_scores else None
         return selection_BTK, made, scores

@@ -129,14 +129,19 @@ class Model(nnx.Module):
         capture: frozenset[str] = frozenset(),
         feed: DraftFeed | None = None,
         accept: Callable[[jax.Array], tuple[jax.Array, Any]] | None = None,
+        origin_BT: jax.Array | None = None,
     ) -> tuple[ForwardOutput, Cache | None]:
         """Append each row's first `count_B` tokens to `cache` (or start from nothing). Called under jit by `forward`.
 
         feed: fills the draft stages' windows, if the cache has any; by default the model's own draft head does.
         accept: from the logits [B, T, V], how many of each row's tokens (int32 [B], at most `count_B`) the cache keeps, and
             anything else to return as `captured["accepted"]`. The cache then is as if only those had ever been given.
+        origin_BT: where in its row each token's document begins, int32 in multiples of `config.document_alignment`, for rows
+            that hold several; each is then computed as if alone. Without a cache only.
         """
-        step = self._step(tokens_BT, cache, count_B)
+        if origin_BT is not None and cache is not None:
+            raise ValueError("a cache holds one document per row: origin_BT is for calls without one")
+        step = self._step(tokens_BT, cache, count_B, origin_BT)
         inside = capture if accept is None else capture | {"group_rows"}
         walk, ids_BU = self._walk(tokens_BT, cache, step, inside)
         walk = dataclasses.replace(walk, undecided=accept is not None)
@@ -203,7 +208,9 @@ class Model(nnx.Module):
 
     # ---- pieces ----
 
-    def _step(self, tokens_BT: jax.Array, cache: Cache | None, count_B: jax.Array) -> Step:
+    def _step(
+        self, tokens_BT: jax.Array, cache: Cache | None, count_B: jax.Array, origin_BT: jax.Array | None = None
+    ) -> Step:
         config, (batch, tokens) = self.config, tokens_BT.shape
         start_B = jnp.zeros(batch, jnp.int32) if cache is None else cache.length_B
         history = 0 if cache is None else config.sliding_window
@@ -212,6 +219,8 @@ class Model(nnx.Module):
         # Row r of concat(history, new) holds position start - history + r; a query reads the last W of them, none before 0.
         first_BT = jnp.maximum(history + offset - config.sliding_window + 1, history - start_B[:, None])
         seen_from_B = jnp.zeros(batch, jnp.int32) if cache is None else cache.decoder_from_B
+        if origin_BT is not None:
+            position_BT, first_BT = position_BT - origin_BT, jnp.maximum(first_BT, origin_BT)
         decoder_first_BT = jnp.maximum(first_BT, (history - start_B + seen_from_B)[:, None])
         image_BT = (
             tokens_BT == config.image_token_id if config.has_vision and config.image_token_id is not None else None
@@ -225,6 +234,7 @@ class Model(nnx.Module):
             image_BT=image_BT,
             rope_window=rope.table(position_BT, rope.layer_frequencies(config, reads_pool=False)),
             rope_pool=rope.table(position_BT, rope.layer_frequencies(config, reads_pool=True)),
+            origin_BT=origin_BT,
             cached=cache is not None,
         )
 
@@ -239,7 +249,9 @@ class Model(nnx.Module):
             ids_BU = history_ids(tokens_BT, history_BE, self.token_map[...], step.image_BT)
             pad_id = self.token_map[...][config.engram_pad_token_id]
             for i, constants in enumerate(config.engram_constants):
-                rows.append(hash_rows(ids_BU, self.ngram_products[i], constants, pad_id, tokens_BT.shape[1]))
+                position_BT = None if step.origin_BT is None else step.position_BT
+                products = self.ngram_products[i]
+                rows.append(hash_rows(ids_BU, products, constants, pad_id, tokens_BT.shape[1], position_BT))
         walk = Walk(
             config=config,
             numerics=self.numerics,

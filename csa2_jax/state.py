@@ -256,6 +256,7 @@ class Step:
     image_BT: jax.Array | None
     rope_window: tuple[jax.Array, jax.Array]  # cos, sin [B, T, R/2] of window-only layers
     rope_pool: tuple[jax.Array, jax.Array]  # of layers that read a pool
+    origin_BT: jax.Array | None = None  # where in its row a token's document begins; None: every row is one document
     cached: bool = dataclasses.field(default=True, metadata={"static": True})  # False: pools live for this call only
 
 

@@ -36,6 +36,7 @@ def index_select(
     block_size: int = 0,
     make_candidates: int = 0,
     candidates_BTC: Int[Array, "B T C"] | None = None,
+    first_BT: Int[Array, "B T"] | None = None,
     implementation: str | None = None,
     interpret: Any = False,
 ) -> tuple[Int[Array, "B T K"], Int[Array, "B T C"] | None]:
@@ -49,6 +50,7 @@ def index_select(
         group: which pool of the stack.
         visible_BT: int32, entries 0..visible-1 are visible to the query. Whatever lies behind them is never selected; a score of
             NaN among them has no defined place.
+        first_BT: int32, the first entry that is visible, 0 by default; what lies before it is another document's. Of XLA alone.
         topk: K.
         block_size: entries per candidate block; needed with either candidate argument.
         make_candidates: C > 0 also returns that many candidate blocks.
@@ -75,6 +77,8 @@ def index_select(
     arrays = (q_BTIJ, w_BTI, keys_GBPJ, group, visible_BT)
     static: dict[str, Any] = {"topk": topk, "block_size": block_size, "make_candidates": make_candidates}
     static["candidates_BTC"] = candidates_BTC
+    if first_BT is not None:
+        static["first_BT"] = _first(first_BT, visible_BT)
     module = dispatch.choose("index_select", implementation, interpret, CHOICES, *arrays, **static)
     return module.run(*arrays, interpret=interpret, **static)
 
@@ -85,10 +89,19 @@ def index_scores(
     keys_GBPJ: Entries,
     group: jax.Array | int,
     visible_BT: Int[Array, "B T"],
+    first_BT: Int[Array, "B T"] | None = None,
 ) -> Float[Array, "B T P"]:
     """All scores f32 [B, T, P], -inf where not visible. Quadratic: for looking inside and for the index loss on short spans."""
     q_BTIJ, w_BTI, keys_GBPJ, group, visible_BT = _checked(q_BTIJ, w_BTI, keys_GBPJ, group, visible_BT)
-    return xla.index_scores(q_BTIJ, w_BTI, keys_GBPJ, group, visible_BT)
+    first_BT = None if first_BT is None else _first(first_BT, visible_BT)
+    return xla.index_scores(q_BTIJ, w_BTI, keys_GBPJ, group, visible_BT, first_BT)
+
+
+def _first(first_BT: Any, visible_BT: jax.Array) -> jax.Array:
+    first_BT = checks.integers("first_BT", first_BT)
+    if first_BT.shape != visible_BT.shape:
+        raise ValueError(f"{first_BT.shape=} must be [B, T] to match {visible_BT.shape=}")
+    return first_BT
 
 
 def _checked(

@@ -58,9 +58,14 @@ def check(
     block_size: int,
     make_candidates: int,
     candidates_BTC: jax.Array | None,
+    first_BT: jax.Array | None = None,
     interpret: Any,
 ) -> None:
     """Refuse what a GPU cannot take: operands of a tensor core are powers of two from 16 up."""
+    if first_BT is not None:
+        raise Unsupported(
+            "the kernels score from entry 0 on: documents that share a row (first_BT) need implementation='xla'"
+        )
     del w_BTI, group, visible_BT
     heads, width = q_BTIJ.shape[2:]
     if isinstance(keys_GBPJ, Packed) and keys_GBPJ.fmt != formats.INDEX:

@@ -41,9 +41,14 @@ def check(
     block_size: int,
     make_candidates: int,
     candidates_BTC: jax.Array | None,
+    first_BT: jax.Array | None = None,
     interpret: Any = False,
 ) -> None:
     """Refuse what the kernels cannot do: blocks that do not fill a piece evenly and, off the interpreter, other layouts."""
+    if first_BT is not None:
+        raise Unsupported(
+            "the kernels score from entry 0 on: documents that share a row (first_BT) need implementation='xla'"
+        )
     keys = Keys.of(keys_GBPJ)
     blocks = bool(make_candidates) or candidates_BTC is not None
     if blocks and (block_size & (block_size - 1) or not keys.ways <= block_size <= LANES):

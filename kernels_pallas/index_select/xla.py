@@ -43,10 +43,12 @@ def run(
     block_size: int,
     make_candidates: int,
     candidates_BTC: jax.Array | None,
+    first_BT: jax.Array | None = None,
     interpret: Any = False,
 ) -> tuple[jax.Array, jax.Array | None]:
     """(selection_BTK, candidates_BTC or None); see the door."""
     del interpret
+    bounds = (visible_BT,) if first_BT is None else (visible_BT, first_BT)
     batch, tokens, heads, width = q_BTIJ.shape
     groups, _, entries, _ = storage.shape(keys_GBPJ)
     if groups == 1:
@@ -57,12 +59,13 @@ def run(
             per_query = candidates_BTC.shape[2] * block_size * max(width, heads)
             select = functools.partial(_select_gathered, keys_GBPJ, group, topk, block_size)
             size = max(1, _GATHER_ELEMENTS // (per_query * batch))
-            (selection_BTK,) = map_query_blocks(select, size, q_BTIJ, w_BTI, visible_BT, candidates_BTC)
+            (selection_BTK,) = map_query_blocks(select, size, q_BTIJ, w_BTI, candidates_BTC, *bounds)
             return selection_BTK, None
-    rows = (q_BTIJ, w_BTI, visible_BT) + (() if candidates_BTC is None else (candidates_BTC,))
+    obeys = candidates_BTC is not None
+    rows = (q_BTIJ, w_BTI, *((candidates_BTC,) if obeys else ()), *bounds)
 
     def among_first(size: int) -> Callable[..., tuple[jax.Array, ...]]:
-        select = functools.partial(_select_dense, keys_GBPJ, group, size, topk, block_size, make_candidates)
+        select = functools.partial(_select_dense, keys_GBPJ, group, size, topk, block_size, make_candidates, obeys)
         queries = max(1, min(128, _SCORE_ELEMENTS // (size * batch)))
         return lambda *rows: tuple(map_query_blocks(select, queries, *rows))
 
@@ -88,12 +91,24 @@ def prefixes(entries: int, step: int) -> list[int]:
 
 
 def index_scores(
-    q_BTIJ: jax.Array, w_BTI: jax.Array, keys_GBPJ: Entries, group: jax.Array | int, visible_BT: jax.Array
+    q_BTIJ: jax.Array,
+    w_BTI: jax.Array,
+    keys_GBPJ: Entries,
+    group: jax.Array | int,
+    visible_BT: jax.Array,
+    first_BT: jax.Array | None = None,
 ) -> jax.Array:
     """See the door."""
     chunk = storage.shape(keys_GBPJ)[2]
     scores_BTP = _chunk_scores(q_BTIJ, w_BTI, keys_GBPJ, group, 0, chunk)
-    return jnp.where(jnp.arange(chunk) < visible_BT[:, :, None], scores_BTP, -jnp.inf)
+    bounds = (visible_BT,) if first_BT is None else (visible_BT, first_BT)
+    return jnp.where(_within(jnp.arange(chunk), *bounds), scores_BTP, -jnp.inf)
+
+
+def _within(position: jax.Array, visible_BT: jax.Array, first_BT: jax.Array | None = None) -> jax.Array:
+    """Whether an entry [P] or [B, T, P] is one that the query may see."""
+    seen = position < visible_BT[:, :, None]
+    return seen if first_BT is None else seen & (position >= first_BT[:, :, None])
 
 
 def _chunk_scores(
@@ -138,12 +153,17 @@ def _select_dense(
     topk: int,
     block_size: int,
     make_candidates: int,
+    obeys: bool,
     q_BTIJ: jax.Array,
     w_BTI: jax.Array,
-    visible_BT: jax.Array,
-    candidates_BTC: jax.Array | None = None,
+    *rows: jax.Array,
 ) -> tuple[jax.Array, ...]:
-    """Score every visible one of the first `entries` entries, mask to the candidates if there are any, and take the best."""
+    """Score every visible one of the first `entries` entries, mask to the candidates if there are any, and take the best.
+
+    rows: the candidates if it `obeys` any, then visible_BT and perhaps first_BT.
+    """
+    candidates_BTC, bounds = (rows[0], rows[1:]) if obeys else (None, rows)
+    visible_BT = bounds[0]
     batch, tokens, heads, _ = q_BTIJ.shape
     chunk = _KEY_CHUNK if tokens > _FEW else _FEW_CHUNK
     # Of a stack of one pool the keys are read where they lie; of several, in chunks, because a whole one would be copied.
@@ -162,7 +182,7 @@ def _select_dense(
         empty = jnp.full((batch, tokens, entries), -jnp.inf, jnp.float32)
         scores_BTP = lax.fori_loop(0, chunks, score_chunk, empty)
     position = jnp.arange(entries)
-    scores_BTP = jnp.where(position < visible_BT[:, :, None], scores_BTP, -jnp.inf)
+    scores_BTP = jnp.where(_within(position, *bounds), scores_BTP, -jnp.inf)
     if candidates_BTC is not None:
         blocks = -(-entries // block_size)
         allowed = jnp.zeros((batch, tokens, blocks + 1), bool)
@@ -172,7 +192,7 @@ def _select_dense(
     selection_BTK = _best(scores_BTP, topk, None)
     if not make_candidates:
         return (selection_BTK,)
-    return selection_BTK, _candidate_blocks(scores_BTP, visible_BT, block_size, make_candidates)
+    return selection_BTK, _candidate_blocks(scores_BTP, bounds, block_size, make_candidates)
 
 
 def _select_gathered(
@@ -182,8 +202,8 @@ def _select_gathered(
     block_size: int,
     q_BTIJ: jax.Array,
     w_BTI: jax.Array,
-    visible_BT: jax.Array,
     candidates_BTC: jax.Array,
+    *bounds: jax.Array,
 ) -> tuple[jax.Array]:
     """Gather and score the candidate blocks alone: the cost does not depend on P."""
     keys_BTCYJ = storage.gather(keys_GBPJ, group, jnp.maximum(candidates_BTC, 0), block_size)
@@ -193,7 +213,7 @@ def _select_gathered(
     scores_BTP = _round(jnp.sum(terms, axis=-1), q_BTIJ.dtype)
     position = candidates_BTC[..., None] * block_size + jnp.arange(block_size)
     position = jnp.where(candidates_BTC[..., None] < 0, -1, position).reshape(scores_BTP.shape)
-    seen = (position >= 0) & (position < visible_BT[:, :, None])
+    seen = (position >= 0) & _within(position, *bounds)
     return (_best(jnp.where(seen, scores_BTP, -jnp.inf), topk, position),)
 
 
@@ -209,13 +229,14 @@ def _best(scores_BTP: jax.Array, topk: int, position_BTP: jax.Array | None) -> j
     return jnp.pad(index, ((0, 0), (0, 0), (0, topk - index.shape[-1])), constant_values=-1)
 
 
-def _candidate_blocks(scores_BTP: jax.Array, visible_BT: jax.Array, block_size: int, count: int) -> jax.Array:
+def _candidate_blocks(scores_BTP: jax.Array, bounds: tuple[jax.Array, ...], block_size: int, count: int) -> jax.Array:
     """The `count` blocks of highest maximum, the newest visible entry's block among them whatever its score."""
     entries = scores_BTP.shape[-1]
     blocks = -(-entries // block_size)
     padded = jnp.pad(scores_BTP, ((0, 0), (0, 0), (0, blocks * block_size - entries)), constant_values=-jnp.inf)
     best = jnp.max(padded.reshape(*scores_BTP.shape[:2], blocks, block_size), axis=-1)
-    newest = jnp.where(visible_BT > 0, (visible_BT - 1) // block_size, -1)
+    visible_BT, first_BT = bounds if len(bounds) > 1 else (bounds[0], 0)
+    newest = jnp.where(visible_BT > first_BT, (visible_BT - 1) // block_size, -1)
     best = jnp.where(jnp.arange(blocks) == newest[:, :, None], jnp.inf, best)
     return _best(best, count, None)
 
