@@ -105,7 +105,8 @@ class Staging:
                 raise CheckpointError(f"{self.partial} holds {others[0].name} and is none of ours: move it away")
             self._put(path, [json.dumps(self.begun, sort_keys=True, indent=1).encode()])
         found = read_json(path)
-        for name in sorted({*found, *self.begun}):
+        # What follows from other entries is told last.
+        for name in sorted({*found, *self.begun}, key=lambda name: (name == "layout", name)):
             if found.get(name) != self.begun.get(name):
                 was, now = _short(found.get(name)), _short(self.begun.get(name))
                 raise CheckpointError(

@@ -235,7 +235,7 @@ def _candidate_blocks(scores_BTP: jax.Array, bounds: tuple[jax.Array, ...], bloc
     blocks = -(-entries // block_size)
     padded = jnp.pad(scores_BTP, ((0, 0), (0, 0), (0, blocks * block_size - entries)), constant_values=-jnp.inf)
     best = jnp.max(padded.reshape(*scores_BTP.shape[:2], blocks, block_size), axis=-1)
-    visible_BT, first_BT = bounds if len(bounds) > 1 else (bounds[0], 0)
+    visible_BT, first_BT = bounds[0], bounds[1] if len(bounds) > 1 else 0
     newest = jnp.where(visible_BT > first_BT, (visible_BT - 1) // block_size, -1)
     best = jnp.where(jnp.arange(blocks) == newest[:, :, None], jnp.inf, best)
     return _best(best, count, None)
