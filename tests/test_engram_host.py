@@ -140,7 +140,10 @@ def test_tables_that_cannot_be_mapped_are_refused(tmp_path: Path) -> None:
     convert(materialise(SET), tmp_path / "orbax", piece_bytes=2048)
     victim = tmp_path / "orbax/params/engram_tables.0.weight/1.0"
     victim.write_bytes(victim.read_bytes()[:-1])
-    with pytest.raises(CheckpointError, match=r"1\.0 has \d+ bytes, not \d+: convert again"):
+    with pytest.raises(
+        CheckpointError,
+        match=r"1\.0, rows of layers\.\d+\.engram\.embed\.weight, has \d+ bytes, not \d+: convert again",
+    ):
         load_checkpoint(tmp_path / "orbax", engram="host")
     with pytest.raises(ValueError, match="engram='disk' must be 'device' or 'host'"):
         load_checkpoint(materialise(SET), engram="disk")  # type: ignore[arg-type]
