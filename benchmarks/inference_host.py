@@ -99,11 +99,12 @@ def nothing() -> Any:
         tokens: jax.Array,
         cache: Cache,
         lengths: jax.Array,
+        origins: jax.Array | None = None,
         *,
         all_logits: bool,
         capture: frozenset[str],
     ) -> tuple[ForwardOutput, Cache]:
-        del structure, feed_structure, state, feed_state, all_logits, capture
+        del structure, feed_structure, state, feed_state, origins, all_logits, capture
         logits = jnp.zeros((tokens.shape[0], 1), jnp.float32)
         return ForwardOutput(logits, {}), dataclasses.replace(cache, length_B=cache.length_B + lengths)
 

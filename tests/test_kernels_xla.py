@@ -230,8 +230,8 @@ def test_gathered_candidates_equal_masked_ones(tokens: int) -> None:
     keys = jnp.asarray(rng.standard_normal((2, 2, 64, 8)), jnp.float32)
     visible = rng.integers(0, 65, (2, tokens)).astype(np.int32)
     candidates = random_candidates(rng, 2, tokens, 16, 6)
-    (gathered,) = jax.jit(functools.partial(select_xla._select_gathered, keys, 1, 7, 4))(q, w, visible, candidates)
-    masked = jax.jit(functools.partial(select_xla._select_dense, keys, 1, 64, 7, 4, 0))(q, w, visible, candidates)
+    (gathered,) = jax.jit(functools.partial(select_xla._select_gathered, keys, 1, 7, 4))(q, w, candidates, visible)
+    masked = jax.jit(functools.partial(select_xla._select_dense, keys, 1, 64, 7, 4, 0, True))(q, w, candidates, visible)
     np.testing.assert_array_equal(gathered, masked[0])
     assert (np.asarray(gathered) >= 0).mean() > 0.3
 
