@@ -350,19 +350,19 @@ def stays_inside(shard: str) -> bool:
     return bool(posix.parts) and not rooted and ".." not in (*posix.parts, *windows.parts)
 
 
-def read_json(path: Path) -> dict[str, Any]:
-    """A file that must hold a JSON object; CheckpointError naming it otherwise."""
-    return _load_json(path.read_bytes(), str(path))
+def read_json(path: Path, remedy: str) -> dict[str, Any]:
+    """A file that must hold a JSON object; CheckpointError naming it, and what to do, otherwise."""
+    return _load_json(path.read_bytes(), str(path), remedy)
 
 
-def _load_json(raw: bytes, where: str) -> dict[str, Any]:
+def _load_json(raw: bytes, where: str, remedy: str = "fetch the file again") -> dict[str, Any]:
     """A JSON object in which no name occurs twice (plain json keeps the last one silently)."""
 
     def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         found: dict[str, Any] = {}
         for name, value in pairs:
             if name in found:
-                raise CheckpointError(f"{where} lists {name} twice: which one counts is a guess; fetch the file again")
+                raise CheckpointError(f"{where} lists {name} twice: which one counts is a guess; {remedy}")
             found[name] = value
         return found
 
@@ -371,7 +371,7 @@ def _load_json(raw: bytes, where: str) -> dict[str, Any]:
     except CheckpointError:
         raise
     except (ValueError, RecursionError) as error:  # text that is no JSON, bytes that are no text, numbers without end
-        raise CheckpointError(f"{where} is not valid JSON ({error}): the file is damaged, fetch it again") from None
+        raise CheckpointError(f"{where} is not valid JSON ({error}): it is damaged, {remedy}") from None
     if not isinstance(content, dict):
-        raise CheckpointError(f"{where} must be a JSON object, found {type(content).__name__}")
+        raise CheckpointError(f"{where} must be a JSON object, found {type(content).__name__}: it is damaged, {remedy}")
     return content

@@ -207,7 +207,7 @@ def read_marker(directory: Path) -> dict[str, Any]:
             f"{directory} has no {MARKER}: it is no finished conversion. Run the same command again, which goes on where it "
             "stopped"
         )
-    marker = read_json(path)
+    marker = read_json(path, "convert again")
     found = {name: marker.get(name) for name in FORMAT}
     if found != FORMAT or marker.get("weights") not in get_args(Weights):
         raise CheckpointError(

@@ -136,7 +136,10 @@ def export(
 
 def _already_there(staging: Staging, result: Exported) -> Exported:
     stamp = staging.target / STAMP
-    if stamp.is_file() and read_json(stamp).get("made_from") == staging.fingerprint:
+    if (
+        stamp.is_file()
+        and read_json(stamp, "remove the directory and export again").get("made_from") == staging.fingerprint
+    ):
         staging.tidy()
         return result
     raise FileExistsError(
@@ -234,7 +237,7 @@ def _shards(root: Path, specs: Sequence[TensorSpec], shard_bytes: int | None, *,
 
 def _recorded_files(path: Path) -> dict[str, Any]:
     """release.json: by file name its metadata and the names of its tensors."""
-    files = read_json(path)
+    files = read_json(path, "convert again")
     for name, file in files.items():
         tensors = file.get("tensors") if isinstance(file, dict) else None
         texts = isinstance(tensors, list) and all(isinstance(n, str) for n in tensors)

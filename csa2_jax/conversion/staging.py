@@ -104,7 +104,7 @@ class Staging:
             if others:
                 raise CheckpointError(f"{self.partial} holds {others[0].name} and is none of ours: move it away")
             self._put(path, [json.dumps(self.begun, sort_keys=True, indent=1).encode()])
-        found = read_json(path)
+        found = read_json(path, "remove the directory to start over")
         # What follows from other entries is told last.
         for name in sorted({*found, *self.begun}, key=lambda name: (name == "layout", name)):
             if found.get(name) != self.begun.get(name):
