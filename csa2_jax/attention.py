@@ -14,6 +14,7 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.ad_checkpoint import checkpoint_name
 
 from csa2_jax import formats, rope
 from csa2_jax.compressor import Compressor
@@ -95,7 +96,7 @@ class Attention(nnx.Module):
                 seen["group_rows"] = jnp.stack(role.compressor.rows(x_BTD, numerics))  # type: ignore[arg-type]
         qr_BTR = self.query_input(x_BTD, config, numerics)
         if role.indexer is not None and shared.pool is not None:
-            selection_BTK, made, scores = role.indexer(
+            selection_BTK, made, index_seen = role.indexer(
                 qr_BTR,
                 x_BTD,
                 shared.pool.key_GBPJ,
@@ -106,34 +107,38 @@ class Attention(nnx.Module):
                 step,
                 config,
                 numerics,
-                want_scores="index_scores" in capture,
+                capture,
             )
+            seen |= index_seen
+            selection_BTK = checkpoint_name(selection_BTK, "selection")
             shared = dataclasses.replace(shared, selection_BTK=selection_BTK)
             seen["selections"] = selection_BTK
             if made is not None:
+                made = checkpoint_name(made, "candidates")
                 shared = dataclasses.replace(shared, candidates_BTC=_widen(made, shared.candidates_BTC.shape))
                 seen["candidates"] = made
-            if scores is not None:
-                seen["index_scores"] = scores
         q_BTNH = self.query(qr_BTR, rotation, config, numerics)
         kv_BTH = self.window_kv(x_BTD, rotation, config, numerics)
         if not isinstance(history_BWH, Packed):
             kv_BTH = kv_BTH.astype(history_BWH.dtype)
         reads_pool = role.mode is not Mode.SWA
-        o_BTNH, _ = sparse_attention(
+        rows_BSH = join_window(history_BWH, kv_BTH)
+        first_BT = step.decoder_first_BT if role.in_decoder else step.first_BT
+        window = {"window": config.sliding_window, "scale": config.head_dim**-0.5, **numerics.kernels}
+        o_BTNH, lse_BTN = sparse_attention(
             q_BTNH,
-            join_window(history_BWH, kv_BTH),
-            step.decoder_first_BT if role.in_decoder else step.first_BT,
+            rows_BSH,
+            first_BT,
             self.attn_sink[...],
             shared.pool.kv_GBPH if reads_pool and shared.pool is not None else None,
             role.group,
             shared.selection_BTK if reads_pool and shared.pool is not None else None,
-            window=config.sliding_window,
-            scale=config.head_dim**-0.5,
-            **numerics.kernels,
+            **window,
         )
+        if "window_lse" in capture:  # what the pool's part of a softmax is held against, whichever entries that reads
+            _, seen["window_lse"] = sparse_attention(q_BTNH, rows_BSH, first_BT, self.attn_sink[...], **window)
         y_BTD = self.output(o_BTNH, rotation, config, numerics)
-        seen.update(attn_in=x_BTD, attn_q=q_BTNH, attn_o=o_BTNH, attn_out=y_BTD, window_kv=kv_BTH)
+        seen.update(attn_in=x_BTD, attn_q=q_BTNH, attn_lse=lse_BTN, attn_o=o_BTNH, attn_out=y_BTD, window_kv=kv_BTH)
         return y_BTD, kv_BTH, shared, {name: value for name, value in seen.items() if name in capture}
 
     def query_input(self, x_BTD: jax.Array, config: ModelConfig, numerics: Numerics) -> jax.Array:

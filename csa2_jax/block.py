@@ -93,8 +93,8 @@ class Block(nnx.Module):
         """The feed-forward sub-layer: (streams, pre for the next layer, what can be captured)."""
 
         def feed(h_BTD: jax.Array) -> tuple[jax.Array, dict[str, jax.Array]]:
-            y_BTD, gate_idx, gate_w = self.ffn(h_BTD, layer, image_BT, config, numerics)
-            return y_BTD, {"ffn_in": h_BTD, "ffn_out": y_BTD, "gate_idx": gate_idx, "gate_w": gate_w}
+            y_BTD, made = self.ffn(h_BTD, layer, image_BT, config, numerics)
+            return y_BTD, {"ffn_in": h_BTD, "ffn_out": y_BTD} | made
 
         return self.around_feed_forward(x_BTSD, pre_BTS, feed, config, numerics)
 

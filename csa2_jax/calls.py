@@ -16,8 +16,9 @@ from kernels_pallas.storage import Packed
 
 CAPTURES = frozenset(
     {
-        *("attn_in", "attn_q", "attn_o", "attn_out", "window_kv", "latent", "selections", "candidates", "index_scores"),
-        *("ffn_in", "ffn_out", "gate_idx", "gate_w", "hidden", "pre_mix", "main_hidden", "engram_rows"),
+        *("attn_in", "attn_q", "attn_lse", "attn_o", "attn_out", "window_kv", "window_lse", "latent"),
+        *("selections", "candidates", "index_scores", "index_q", "index_w"),
+        *("ffn_in", "ffn_out", "gate_idx", "gate_w", "gate_score", "hidden", "pre_mix", "main_hidden", "engram_rows"),
     }
 )
 

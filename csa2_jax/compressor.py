@@ -15,6 +15,7 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax import lax
 
 from csa2_jax import formats, rope
 from csa2_jax.config import ModelConfig
@@ -80,7 +81,9 @@ class Compressor(nnx.Module):
             entry_dtype=entry_dtype,
             **numerics.kernels,
         )
-        key_BEJ = rope.rotate(self.k_norm(self.wk(latent_BEH, numerics), config.rms_norm_eps, numerics), rotation)
+        # Keys serve the selection alone: their gradient, from the index loss, ends at wk and k_norm.
+        key_BEJ = self.wk(lax.stop_gradient(latent_BEH), numerics)
+        key_BEJ = rope.rotate(self.k_norm(key_BEJ, config.rms_norm_eps, numerics), rotation)
         if not isinstance(pool.key_GBPJ, Packed):  # packed storage rounds by itself
             key_BEJ = numerics.fake(key_BEJ, formats.INDEX)
         if not step.cached:  # every row starts a pool of its own: entry e sits in slot e, and gradients flow

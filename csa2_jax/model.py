@@ -26,6 +26,7 @@ from csa2_jax.engram import Engram, EngramTable, hash_rows, history_ids, next_hi
 from csa2_jax.engram_host import HostRows, HostTable
 from csa2_jax.indexer import Indexer
 from csa2_jax.layers import ParamFactory, RMSNorm
+from csa2_jax.learning import Learning
 from csa2_jax.numerics import Implementation, Numerics, WeightStorage, einsum
 from csa2_jax.residual import collapse, expand
 from csa2_jax.stack import Walk, Weights, stack_tails
@@ -172,6 +173,32 @@ class Model(nnx.Module):
             window = write_windows(cast("Entries", cache.draft_window_LBWH), draft_rows, step)
             next_cache = dataclasses.replace(next_cache, draft_window_LBWH=window)
         return ForwardOutput(logits, captured), next_cache
+
+    def trunk(
+        self,
+        tokens_BT: jax.Array,
+        count_B: jax.Array,
+        *,
+        learning: Learning | None = None,
+        origin_BT: jax.Array | None = None,
+        capture: frozenset[str] = frozenset(),
+    ) -> tuple[jax.Array, dict[str, Any]]:
+        """The normed output [B, T, D] that the head reads, and captures: what training starts from, without logits.
+
+        learning: adds its numbers per layer to the captures ("balance_loss", "expert_load", "index_loss", ...).
+        """
+        step = self._step(tokens_BT, None, count_B, origin_BT)
+        walk, _ = self._walk(tokens_BT, None, step, capture)
+        walk = dataclasses.replace(walk, learning=learning)
+        flow = self._embed(tokens_BT, None, capture)
+        flow, pools, _, captured = self.encode(walk, flow, self._transient_pools(tokens_BT))
+        flow, _, _, decoder_captured = self.decode(walk, flow, pools)
+        for name, by_layer in decoder_captured.items():
+            captured.setdefault(name, {}).update(by_layer)
+        if "main_hidden" in capture:
+            captured["main_hidden"] = _join_targets(flow.main_BTQD)
+        x_BTD = collapse(flow.x_BTSD, flow.pre_BTS, self.numerics)
+        return self.norm(x_BTD, self.config.rms_norm_eps, self.numerics), captured
 
     def encode_only(self, tokens_BT: jax.Array, cache: Cache, count_B: jax.Array) -> Cache:
         """Append tokens whose decoder rows nobody will read: the encoder, and of the decoder their pool entries.

@@ -29,8 +29,8 @@ class Gate(nnx.Module):
 
     def __call__(
         self, x_nD: jax.Array, image_n: jax.Array | None, topk: int, scaling: float
-    ) -> tuple[jax.Array, jax.Array]:
-        """(expert ids int32 [n, k] best first, weights f32 [n, k]); equal scores go to the lowest expert."""
+    ) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """(expert ids int32 [n, k] best first, weights f32 [n, k], scores f32 [n, X]); equal scores go to the lowest expert."""
         score = jnp.sqrt(jax.nn.softplus(einsum("nd,xd->nx", x_nD.astype(jnp.float32), self.weight[...])))
         bias = self.bias[...]
         if self.bias_vl is not None and image_n is not None:
@@ -39,7 +39,7 @@ class Gate(nnx.Module):
         weight = jnp.take_along_axis(score, index, axis=-1)
         if topk > 1:
             weight = weight / (jnp.sum(weight, axis=-1, keepdims=True) + 1e-20)
-        return index.astype(jnp.int32), weight * scaling
+        return index.astype(jnp.int32), weight * scaling, score
 
 
 class Experts(nnx.Module):
@@ -75,12 +75,12 @@ class MoE(nnx.Module):
         image_BT: jax.Array | None,
         config: ModelConfig,
         numerics: Numerics,
-    ) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """(y_BTD, expert ids [B, T, k], weights [B, T, k])."""
+    ) -> tuple[jax.Array, dict[str, jax.Array]]:
+        """(y_BTD, what can be captured: gate_idx and gate_w [B, T, k], gate_score [B, T, X])."""
         batch, tokens, width = x_BTD.shape
         x_nD = x_BTD.reshape(-1, width)
         image_n = None if image_BT is None else image_BT.reshape(-1)
-        index_nk, weight_nk = self.gate(x_nD, image_n, self.topk, config.routed_scaling_factor)
+        index_nk, weight_nk, score_nX = self.gate(x_nD, image_n, self.topk, config.routed_scaling_factor)
         # Ascending expert order: the released code adds the experts' outputs in that order.
         order = jnp.argsort(index_nk, axis=-1)
         y_nkD = self._routed(
@@ -98,7 +98,8 @@ class MoE(nnx.Module):
         for k in range(1, self.topk):
             routed = routed + y_nkD[:, k].astype(jnp.float32)
         y = numerics.cast(routed + y_nD).reshape(batch, tokens, width)
-        return y, index_nk.reshape(batch, tokens, -1), weight_nk.reshape(batch, tokens, -1)
+        made = {"gate_idx": index_nk, "gate_w": weight_nk, "gate_score": score_nX}
+        return y, {name: a.reshape(batch, tokens, -1) for name, a in made.items()}
 
     def _routed(
         self,

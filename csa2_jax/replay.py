@@ -171,8 +171,8 @@ class _Modules:
             yield from self._where_selections_agree(step, layer, seen, agree)
             ffn_in = recording.layer(step, layer, "ffn_in")
             if ffn_in is not None:
-                y, gate_idx, gate_w = self._run_ffn(layer, self._in(ffn_in))
-                yield from compare_layer(recording, step, spec, {"ffn_out": y, "gate_idx": gate_idx, "gate_w": gate_w})
+                y, made = self._run_ffn(layer, self._in(ffn_in))
+                yield from compare_layer(recording, step, spec, {"ffn_out": y} | made)
 
     def replay_draft(self, step: str) -> Iterator[Comparison]:
         """The draft stages of a step whose windows after it are recorded (they hold the step's own token)."""
@@ -314,5 +314,5 @@ def _draft_stage(
     block = take_layer(nnx.merge(graphdef, state).stages, stage)
     history_BWH = window_history(window_LBWH, 0, length_B)
     attn_out, seen = attend_draft(block.attn, attn_in, history_BWH, length_B, config, numerics)
-    ffn_out, gate_idx, _ = block.ffn(ffn_in, stage, None, config, numerics)
-    return seen | {"attn_out": attn_out, "ffn_out": ffn_out, "gate_idx": gate_idx}
+    ffn_out, made = block.ffn(ffn_in, stage, None, config, numerics)
+    return seen | made | {"attn_out": attn_out, "ffn_out": ffn_out}

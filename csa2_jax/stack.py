@@ -25,6 +25,7 @@ from csa2_jax.engram import Engram, EngramTable
 from csa2_jax.engram_host import FetchedRows
 from csa2_jax.indexer import Indexer
 from csa2_jax.layers import take_layer
+from csa2_jax.learning import KEPT, Learning, Lesson
 from csa2_jax.numerics import Numerics
 from csa2_jax.plan import Mode, Segment
 from csa2_jax.residual import collapse
@@ -59,6 +60,7 @@ class Walk:
     pools_shared: bool  # pools hold one group each: every FULL layer of a ratio uses group 0
     capture: frozenset[str]
     unroll: bool
+    learning: Learning | None = None  # what training wants to know of each layer
     undecided: bool = False  # how many tokens are real is known after the walk only: window tails are all their rows
 
     def segments(
@@ -80,20 +82,29 @@ class Walk:
         def group(carry: tuple[Flow, dict[str, Pool]], xs: dict[str, Any]) -> tuple[Any, Any]:
             flow, written = carry
             inside = pools | written
-            flow, pool, head_out = self._layer(segment, segment.mode, xs["head"], flow, inside.get(name))
+            flow, pool, head_out = self._layer_again(segment, segment.mode, xs["head"], flow, inside.get(name))
             if pool is not None and writes:
                 written = inside = {name: pool}
+            reads = inside.get(name, pools.get(name))
+            lesson = self._lesson(segment, xs["head"], flow, reads)
+            mass_BTE = None if lesson is None else lesson.mass(head_out, xs["head"]["group"])
             tail_out = None
             if segment.tail_length:
-                reads = inside.get(name, pools.get(name))
 
-                def reuse(flow: Flow, xs: dict[str, Any]) -> tuple[Flow, Any]:
-                    flow, _, out = self._layer(segment, Mode.REUSE, xs, flow, reads)
-                    return flow, out
+                def reuse(carry: Any, xs: dict[str, Any]) -> tuple[Any, Any]:
+                    flow, mass_BTE = carry
+                    flow, _, out = self._layer_again(segment, Mode.REUSE, xs, flow, reads)
+                    if lesson is not None and lesson.served:
+                        mass_BTE = mass_BTE + lesson.mass(out, xs["group"])
+                    return (flow, mass_BTE), self._shown(out)
 
-                flow, tail_out = self._scan(reuse, flow, xs["tail"], segment.tail_length)
-            return (flow, written), (head_out, tail_out)
+                (flow, mass_BTE), tail_out = self._scan(reuse, (flow, mass_BTE), xs["tail"], segment.tail_length)
+            if lesson is not None:
+                head_out |= lesson.loss(head_out, mass_BTE)
+            return (flow, written), (self._shown(head_out), tail_out)
 
+        if self.learning is not None and self.learning.remat == "group":
+            group = self._again(group)
         carry = (flow, {name: pools[name]} if writes else {})
         (flow, written), outputs = self._scan(group, carry, self._ids(segment), len(segment.heads))
         return flow, pools | written, outputs
@@ -129,6 +140,43 @@ class Walk:
         source = self.config.plan.layers[layer].pool_source
         return -1 if source is None else self.config.plan.layers[source].pool_slot
 
+    def _again(self, f: Any) -> Any:
+        """`f`, computed again in the backward instead of kept; selections are kept, which cost more to find than to hold."""
+        return jax.checkpoint(f, policy=jax.checkpoint_policies.save_only_these_names(*KEPT), prevent_cse=self.unroll)
+
+    def _shown(self, out: dict[str, jax.Array]) -> dict[str, jax.Array]:
+        """Without what a layer showed for training alone."""
+        hidden = frozenset() if self.learning is None else self.learning.captures - self.capture
+        return {name: a for name, a in out.items() if name not in hidden}
+
+    def _lesson(self, segment: Segment, ids: dict[str, Any], flow: Flow, pool: Pool | None) -> Lesson | None:
+        """What the selection of a group's head is taught, if it is."""
+        learning = self.learning
+        if learning is None or learning.index is None or pool is None or segment.mode not in (Mode.FULL, Mode.REINDEX):
+            return None
+        bound = segment.makes_candidates or segment.reads_candidates
+        return Lesson(
+            learning,
+            pool,
+            ids["group"],
+            segment.ratio,
+            flow.selection_BTK,
+            flow.candidates_BTC if bound else None,
+            self.step,
+            self.config,
+        )
+
+    def _layer_again(
+        self, segment: Segment, mode: Mode, ids: dict[str, Any], flow: Flow, pool: Pool | None
+    ) -> tuple[Flow, Pool | None, dict[str, jax.Array]]:
+        """`_layer`, computed again in the backward where training asks for that."""
+
+        def run(flow: Flow, pool: Pool | None) -> tuple[Flow, Pool | None, dict[str, jax.Array]]:
+            return self._layer(segment, mode, ids, flow, pool)
+
+        remat = self.learning is not None and self.learning.remat == "layer"
+        return (self._again(run) if remat else run)(flow, pool)
+
     def _layer(
         self, segment: Segment, mode: Mode, ids: dict[str, Any], flow: Flow, pool: Pool | None
     ) -> tuple[Flow, Pool | None, dict[str, jax.Array]]:
@@ -163,8 +211,10 @@ class Walk:
             step,
             config,
             self.numerics,
-            self.capture,
+            self.capture if self.learning is None else self.capture | self.learning.captures,
         )
+        if self.learning is not None:
+            seen |= self.learning.of_experts(seen, config.n_routed_experts)
         out = seen | (
             {} if self.window_LBWH is None else {"tail": kv_BTH if self.undecided else self._window_tail(kv_BTH)}
         )

@@ -42,7 +42,7 @@ ROOMS = (
     ("accounting", "manifest", "safetensors_io", "progress"),
     ("stack", "dspark"),
     ("block",),
-    ("attention", "moe", "engram", "residual"),
+    ("attention", "moe", "engram", "residual", "learning"),
     ("indexer", "compressor", "engram_host"),
     ("layers", "rope", "formats", "state", "numerics", "calls", "structure"),
     ("config",),
