@@ -20,7 +20,7 @@ from csa2_jax import formats, rope
 from csa2_jax.compressor import Compressor
 from csa2_jax.config import ModelConfig
 from csa2_jax.indexer import Indexer
-from csa2_jax.layers import Linear, ParamFactory, RMSNorm, dequantise
+from csa2_jax.layers import Linear, ParamFactory, RMSNorm
 from csa2_jax.numerics import Numerics, einsum
 from csa2_jax.plan import Mode
 from csa2_jax.state import Pool, Step, join_window
@@ -158,9 +158,8 @@ class Attention(nnx.Module):
         """Inverse rotation, then the grouped low-rank output projection [B, T, D]."""
         o = rope.rotate(o_BTNH, rope.over_heads(rotation), inverse=True)
         o_BTGK = o.reshape(*o.shape[:2], config.o_groups, -1)
-        scale = None if self.wo_a.scale is None else self.wo_a.scale[...]
         # Stored fp8, used as plain numbers: its operand is not rounded.
-        wo_a = dequantise(self.wo_a.weight[...], scale, numerics.dtype).reshape(config.o_groups, config.o_lora_rank, -1)
+        wo_a = self.wo_a.plain(numerics.dtype).reshape(config.o_groups, config.o_lora_rank, -1)
         z_BTGO = numerics.cast(einsum("btgk,gok->btgo", o_BTGK, wo_a))
         return self.wo_b(z_BTGO.reshape(*o.shape[:2], -1), numerics)
 

@@ -109,7 +109,8 @@ class Compressor(nnx.Module):
         if self.wgate is None:
             return self.wkv(x_BTD, numerics), None
         x = x_BTD.astype(jnp.float32)
-        c_BTH, z_BTH = (einsum("btd,hd->bth", x, linear.weight[...]) for linear in (self.wkv, self.wgate))
+        pair = (self.wkv, self.wgate)
+        c_BTH, z_BTH = (w.adapted(einsum("btd,hd->bth", x, w.weight[...]), x, numerics) for w in pair)
         return c_BTH, z_BTH
 
 

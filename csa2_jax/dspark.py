@@ -11,7 +11,7 @@ Source: arXiv 2609.19969 (DSpark).
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -51,13 +51,19 @@ class DraftFeed(nnx.Module):
 
     def __call__(self, main_BTE: jax.Array, step: Step, config: ModelConfig, numerics: Numerics) -> jax.Array:
         """Window tails of all stages [stages, B, R, H] for the tokens of a call, from the joined copy-means."""
+        rows = self.rows(main_BTE, step.rope_window, config, numerics)
+        return jnp.stack([window_tail(kv_BTH, step.count_B, config.sliding_window) for kv_BTH in rows])
+
+    def rows(
+        self, main_BTE: jax.Array, rotation: rope.Table, config: ModelConfig, numerics: Numerics
+    ) -> list[jax.Array]:
+        """Window rows [B, T, H] of each stage, from the joined copy-means of T tokens."""
         main_BTD = self.main_norm(self.main_proj(main_BTE, numerics), config.rms_norm_eps, numerics)
         rows = []
         for stage in range(config.num_nextn_predict_layers):
             wkv, kv_norm = take_layer(self.wkv, stage), take_layer(self.kv_norm, stage)
-            kv = window_kv(wkv, kv_norm, main_BTD, step.rope_window, config, numerics)
-            rows.append(window_tail(kv, step.count_B, config.sliding_window))
-        return jnp.stack(rows)
+            rows.append(window_kv(wkv, kv_norm, main_BTD, rotation, config, numerics))
+        return rows
 
 
 class DraftHead(nnx.Module):
@@ -91,20 +97,36 @@ class DraftHead(nnx.Module):
         batch, block = token_B.shape[0], config.dspark_block_size
         noise = jnp.full((batch, block - 1), config.dspark_noise_token_id, jnp.int32)
         inputs = jnp.concatenate([token_B[:, None].astype(jnp.int32), noise], axis=1)
-        x_BTSD, pre_BTS = expand(embed_VD[inputs].astype(numerics.dtype), config.hc_mult)
-        for stage in range(config.num_nextn_predict_layers):
+        histories = [window_history(window_LBWH, i, length_B) for i in range(config.num_nextn_predict_layers)]
+        x_BTD, h_BTD, _ = self.walk(embed_VD[inputs], histories, length_B, config, numerics)
+        base_BTV = einsum("btd,vd->btv", h_BTD.astype(jnp.float32), head_VD.astype(jnp.float32))
+        return self._link(token_B, x_BTD, base_BTV, block, choose or (lambda logits, _: jnp.argmax(logits, axis=-1)))
+
+    def walk(
+        self,
+        x_BTD: jax.Array,
+        histories: Sequence[Entries],
+        length_B: jax.Array,
+        config: ModelConfig,
+        numerics: Numerics,
+    ) -> tuple[jax.Array, jax.Array, list[dict[str, jax.Array]]]:
+        """Embedded blocks behind `length_B` tokens through the stages, each with the window before it.
+
+        Returns what the confidence reads [B, T, D], what the head reads [B, T, D], and what each stage's router did.
+        """
+        x_BTSD, pre_BTS = expand(x_BTD.astype(numerics.dtype), config.hc_mult)
+        routed = []
+        for stage, history_BWH in enumerate(histories):
             module = take_layer(self.stages, stage)
-            history_BWH = window_history(window_LBWH, stage, length_B)
 
             def attend(h_BTD: jax.Array, module: Block = module, history: Entries = history_BWH) -> tuple:
                 return attend_draft(module.attn, h_BTD, history, length_B, config, numerics)
 
             x_BTSD, pre_BTS, _ = module.around_attention(x_BTSD, pre_BTS, attend, config, numerics)
-            x_BTSD, pre_BTS, _ = module.feed_forward(x_BTSD, pre_BTS, stage, None, config, numerics)
+            x_BTSD, pre_BTS, made = module.feed_forward(x_BTSD, pre_BTS, stage, None, config, numerics)
+            routed.append(made)
         x_BTD = collapse(x_BTSD, pre_BTS, numerics)
-        h_BTD = self.norm(x_BTD, config.rms_norm_eps, numerics).astype(jnp.float32)
-        base_BTV = einsum("btd,vd->btv", h_BTD, head_VD.astype(jnp.float32))
-        return self._link(token_B, x_BTD, base_BTV, block, choose or (lambda logits, _: jnp.argmax(logits, axis=-1)))
+        return x_BTD, self.norm(x_BTD, config.rms_norm_eps, numerics), routed
 
     def _link(self, token_B: jax.Array, x_BTD: jax.Array, base_BTV: jax.Array, block: int, choose: Choose) -> Draft:
         """Left to right: each token shifts the logits of the next through the Markov head."""

@@ -84,11 +84,31 @@ class Linear(nnx.Module):
         else:
             self.weight = kind(jnp.zeros((*stack, out_features, in_features // 2), jnp.uint8))
             self.scale = kind(jnp.zeros((*stack, out_features, -(-in_features // 32)), jnp.uint8))
+        # An adapter (`adapters`): lora_scale * lora_b lora_a on top of the weight, [..., rank, in] and [..., out, rank].
+        self.lora_a: nnx.Param | None = nnx.data(None)
+        self.lora_b: nnx.Param | None = nnx.data(None)
+        self.lora_scale = 0.0
 
     def __call__(self, x: jax.Array, numerics: Numerics) -> jax.Array:
         """x [..., in] -> [..., out], cast to the compute dtype."""
         scale = None if self.scale is None else self.scale[...]
-        return numerics.cast(linear(x, self.weight[...], scale, numerics, self.round_operand))
+        y = linear(x, self.weight[...], scale, numerics, self.round_operand)
+        return numerics.cast(self.adapted(y, x, numerics))
+
+    def adapted(self, y: jax.Array, x: jax.Array, numerics: Numerics, at: tuple = ()) -> jax.Array:
+        """The product y, f32, plus that of the adapter, if there is one; `at` picks a weight out of a stack."""
+        if self.lora_a is None or self.lora_b is None:
+            return y
+        low = einsum("...k,rk->...r", x, self.lora_a[at or ...].astype(x.dtype))
+        return y + self.lora_scale * einsum("...r,nr->...n", numerics.cast(low), self.lora_b[at or ...].astype(x.dtype))
+
+    def plain(self, dtype: jnp.dtype) -> jax.Array:
+        """The weight [..., out, in] as numbers, adapter included."""
+        weight = dequantise(self.weight[...], None if self.scale is None else self.scale[...], dtype)
+        if self.lora_a is None or self.lora_b is None:
+            return weight
+        low_rank = self.lora_scale * einsum("...nr,...rk->...nk", self.lora_b[...], self.lora_a[...])
+        return (weight.astype(jnp.float32) + low_rank).astype(dtype)
 
 
 def linear(

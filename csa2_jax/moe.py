@@ -112,13 +112,15 @@ class MoE(nnx.Module):
     ) -> jax.Array:
         """Outputs of the chosen experts [n, k, D]: pairs sorted by expert, then one block of one expert's rows at a time."""
         pairs = index_nk.size
-        if pairs == self.topk and self.experts.w1.scale is None:
+        plain = self.experts.w1.scale is None and all(w.lora_a is None for w in (self.experts.w1, self.experts.w2, self.experts.w3))
+        if pairs == self.topk and plain:
             return self._few(x_nD, index_nk, weight_nk, layer, config, numerics)
 
         def expert(x_nD: jax.Array, w_n: jax.Array, e: jax.Array) -> jax.Array:
             def product(x: jax.Array, w: Linear) -> jax.Array:
                 scale = None if w.scale is None else w.scale[layer, e]
-                return numerics.cast(linear(x, w.weight[layer, e], scale, numerics, w.round_operand))
+                y = linear(x, w.weight[layer, e], scale, numerics, w.round_operand)
+                return numerics.cast(w.adapted(y, x, numerics, (layer, e)))
 
             w1, w2, w3 = self.experts.w1, self.experts.w2, self.experts.w3
             h = swiglu(product(x_nD, w1), product(x_nD, w3), w_n, config.swiglu_limit, numerics)

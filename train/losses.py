@@ -1,9 +1,8 @@
-"""Cross-entropy without logits in memory, and the sum of everything that is minimised.
+"""Cross-entropy without logits in memory.
 
-    loss = ce / tokens + a_index * index / tokens + a_balance * balance / tokens (+ a_draft * draft)
+    loss = sum_n weight_n (log sum_v exp(h_n . head_v) - h_n . head_target)
 
-Every term is summed over tokens here and divided by the tokens of the whole accumulated batch, so that rows, documents and
-micro-batches add up. Source: arXiv 2609.19969; SPEC of the index loss in `csa2_jax.learning`.
+Logits [n, V] are never all there at once, forward or backward.
 """
 
 from __future__ import annotations
@@ -43,6 +42,13 @@ def cross_entropy(
     entries = head_VD.shape[0]
     chunk = chunk or max(_LEAST, _LOGITS // max(h_nD.shape[0], 1))
     return CrossEntropy(*_cross_entropy(min(chunk, entries), h_nD, head_VD, target_n, weight_n.astype(jnp.float32)))
+
+
+def likeliest(h_nD: jax.Array, head_VD: jax.Array, chunk: int | None = None) -> jax.Array:
+    """The id of the largest logit, int32 [n], with logits of one chunk at a time. No gradient."""
+    h_nD, head_VD = lax.stop_gradient((h_nD, head_VD))
+    chunk = chunk or max(_LEAST, _LOGITS // max(h_nD.shape[0], 1))
+    return _statistics(min(chunk, head_VD.shape[0]), h_nD, head_VD, jnp.zeros(h_nD.shape[0], jnp.int32))[2]
 
 
 def _logits(h_nD: jax.Array, rows_vD: jax.Array) -> jax.Array:

@@ -64,6 +64,7 @@ def divergence(
     entries_BTE: jax.Array | None,
 ) -> jax.Array:
     """See the door."""
+    keys_GBPJ = jnp.asarray(keys_GBPJ)  # see `_backward`
 
     def block(q_BTIJ: jax.Array, w_BTI: jax.Array, mass_BTE: jax.Array, *places: jax.Array) -> tuple[jax.Array]:
         return (_block_loss(q_BTIJ, w_BTI, _keys(keys_GBPJ, group, places), mass_BTE, keys_GBPJ.shape[2], places),)
@@ -78,7 +79,8 @@ def _forward(*arrays: jax.Array) -> tuple[jax.Array, tuple[jax.Array, ...]]:
 
 
 def _backward(arrays: tuple[jax.Array, ...], g_BT: jax.Array) -> tuple[jax.Array | None, ...]:
-    q_BTIJ, w_BTI, keys_GBPJ, group, mass_BTE, visible_BT, first_BT, entries_BTE = arrays
+    # Constants may come back from tracing as arrays of NumPy, which a traced place cannot index.
+    q_BTIJ, w_BTI, keys_GBPJ, group, mass_BTE, visible_BT, first_BT, entries_BTE = jax.tree.map(jnp.asarray, arrays)
     size = _queries(q_BTIJ, keys_GBPJ, entries_BTE)
     rows = (g_BT, q_BTIJ, w_BTI, mass_BTE, *_rows(visible_BT, first_BT, entries_BTE))
     blocks, join = cut_query_blocks(size, *rows)
