@@ -63,7 +63,7 @@ def draft_sums(
     batch, tokens = tokens_BT.shape
     block, window, places = config.dspark_block_size, config.sliding_window, settings.places
     rows = DraftFeed(head).rows(main_BTE, rope.table(position_BT, rope.layer_frequencies(config, reads_pool=False)), config, numerics)
-    last_BA = jax.random.randint(key, (batch, places), 0, max(tokens - 2, 1))  # the last consumed token of each block
+    last_BA = jax.random.randint(key, (batch, places), 0, max(tokens - 2, 1), jnp.int32)  # the last consumed token of each block
 
     def at(a_BT: jax.Array, index: jax.Array) -> jax.Array:
         """a at [B, A, ...] places of the rows; what lies outside reads the ends."""

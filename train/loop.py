@@ -138,8 +138,13 @@ def _stores(settings: Settings, config: ModelConfig, told: Callable[[str], None]
     folder = settings.path(settings.run.out) / "data"
 
     def store(patterns: tuple[str, ...], what: str) -> Store:
+        last = time.monotonic()
+
         def after(done: int, files: int) -> None:
-            told(f"tokenising {what}: {done:,} of {files:,} files")
+            nonlocal last
+            if time.monotonic() - last > 5.0 or (done == files and files > 1000):
+                last = time.monotonic()
+                told(f"tokenising {what}: {done:,} of {files:,} files")
 
         return open_store(folder, find_files(patterns, settings.base), chosen.field, tokenizer, config, after)
 
