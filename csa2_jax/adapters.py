@@ -1,8 +1,8 @@
 """Low-rank adapters on frozen weights: y = W x + (alpha / rank) B A x, for any named set of linears.
 
-`attach` adds them to a model (A normal, B zero: the model computes what it did), whether its weights are numbers or fp8 / fp4 codes;
-training moves A and B alone (`train`, recipe "adapters"). `save_adapters` and `load_adapters` keep them as safetensors under the
-release's tensor names, `merge` adds them to the weights. Source: arXiv 2106.09685 (LoRA).
+`attach` adds them to a model (A normal, B zero: the model computes what it did), whether its weights are numbers or fp8 / fp4
+codes; training moves A and B alone (`train`, recipe "adapters"). `save_adapters` and `load_adapters` keep them as safetensors under
+the release's tensor names, `merge` adds them to the weights. Source: arXiv 2106.09685 (LoRA).
 """
 
 from __future__ import annotations
@@ -78,8 +78,11 @@ def merge(model: Model, dtype: Any = jnp.float32) -> Model:
 
 
 def save_adapters(model: Model, directory: str | os.PathLike[str]) -> Path:
-    """Write the adapters of a model: adapter_model.safetensors ("<tensor>.lora_A.weight", "<tensor>.lora_B.weight" with the release's
-    tensor names) and adapter_config.json; returns the directory."""
+    """Write the adapters of a model into `directory`, which is returned.
+
+    adapter_model.safetensors holds "<tensor>.lora_A.weight" and "<tensor>.lora_B.weight" with the release's tensor names,
+    adapter_config.json the rank, alpha and targets.
+    """
     from safetensors.numpy import save_file
 
     directory = Path(directory)
@@ -89,7 +92,9 @@ def save_adapters(model: Model, directory: str | os.PathLike[str]) -> Path:
     scales = {linear.lora_scale * linear.lora_a.shape[-2] for linear in adapted.values() if linear.lora_a is not None}
     ranks = {linear.lora_a.shape[-2] for linear in adapted.values() if linear.lora_a is not None}
     if len(ranks) > 1 or len(scales) > 1:
-        raise ValueError(f"adapters of ranks {sorted(ranks)} and alphas {sorted(scales)}: one file holds one rank and alpha")
+        raise ValueError(
+            f"adapters of ranks {sorted(ranks)} and alphas {sorted(scales)}: one file holds one rank and alpha"
+        )
     tensors = {}
     for spec, path in _places(model):
         if path in adapted:
@@ -133,7 +138,9 @@ def load_adapters(model: Model, directory: str | os.PathLike[str]) -> list[str]:
         raise CheckpointError(f"the adapters in {directory} cannot be read ({error}): save them again") from None
     everything = dict(linears(model))
     if unknown := [name for name in targets if name not in everything]:
-        raise CheckpointError(f"{directory} has an adapter for {unknown[0]}, which this model lacks: it belongs to another model")
+        raise CheckpointError(
+            f"{directory} has an adapter for {unknown[0]}, which this model lacks: it belongs to another model"
+        )
     arrays: dict[str, tuple[np.ndarray, np.ndarray]] = {}
     for name in targets:
         stack, out, width = _shape(everything[name])
@@ -149,7 +156,9 @@ def load_adapters(model: Model, directory: str | os.PathLike[str]) -> list[str]:
                     raise CheckpointError(f"{directory / WEIGHTS_FILE}: {tensor} {shape}, the model wants {list(want)}")
                 whole[spec.index or ...] = found
     if tensors:
-        raise CheckpointError(f"{directory / WEIGHTS_FILE}: {min(tensors)} belongs to no adapter that {CONFIG_FILE} names")
+        raise CheckpointError(
+            f"{directory / WEIGHTS_FILE}: {min(tensors)} belongs to no adapter that {CONFIG_FILE} names"
+        )
     attach(model, targets, rank, alpha)
     for name, (a, b) in arrays.items():
         everything[name].lora_a[...] = jnp.asarray(a)  # type: ignore[index]

@@ -2,8 +2,8 @@
 
     query = fp4(rope(wq_b qr)) [I, J],  w = weights_proj(x) * (I * J)**-0.5,  score = sum_i relu(query_i . key) w_i
 
-`qr` is the main query's normalised low-rank input, `x` the attention input; neither gets a gradient from here, because a selection has
-none and the index loss (`index_loss`) trains the indexer alone. Source: arXiv 2609.19969 (hierarchical sparse
+`qr` is the main query's normalised low-rank input, `x` the attention input; neither gets a gradient from here, because a
+selection has none and the index loss (`learning`) trains the indexer alone. Source: arXiv 2609.19969 (hierarchical sparse
 indexer), arXiv 2512.02556 (DSA lightning indexer).
 """
 
@@ -80,7 +80,7 @@ class Indexer(nnx.Module):
 
 
 def visible_entries(step: Step, ratio: int) -> tuple[jax.Array, jax.Array | None]:
-    """(end, first): each query may read entries first <= e < end of a pool, int32 [B, T]; first is None where it is 0 everywhere."""
+    """(end, first): each query may read entries first <= e < end of a pool, int32 [B, T]; first is None where it is 0."""
     # Padding behind a row's real tokens has positions too, but no entries: slots never written stay unread.
     made_B = (step.start_B + step.count_B) // ratio
     visible_BT, first_BT = (step.position_BT + 1) // ratio, None

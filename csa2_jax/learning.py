@@ -1,8 +1,8 @@
 """What a forward computes for training besides its output: index loss, balance loss and expert loads, layer by layer.
 
 They are made where their inputs live, inside the walk through the layers, so that queries and router scores of a layer are gone
-before the next one runs. `Learning` says which; `Walk` calls the functions below; what comes out is a number per layer, summed over
-tokens, so that rows, documents and micro-batches add up. Source: arXiv 2609.19969; arXiv 2412.19437 (sequence balance loss).
+before the next one runs. `Learning` says which; `Walk` calls the functions below; what comes out is a number per layer, summed
+over tokens, so that rows, documents and micro-batches add up. Source: arXiv 2609.19969; arXiv 2412.19437 (sequence balance loss).
 """
 
 from __future__ import annotations
@@ -54,8 +54,8 @@ class IndexLoss:
         for segment in plan.segments:
             if segment.mode is Mode.REUSE:
                 raise Unsupported(
-                    f"layers {list(segment.heads)} reuse a selection across a window-only layer, which the teacher 'served' cannot "
-                    "wait for; use teacher='own'"
+                    f"layers {list(segment.heads)} reuse a selection across a window-only layer, which the teacher 'served' "
+                    "cannot wait for; use teacher='own'"
                 )
 
 
@@ -128,8 +128,8 @@ class Lesson:
         return self.index.teacher == "served"
 
     @property
-    def entries_BTE(self) -> jax.Array | None:
-        """Entries over which teacher and student are compared, -1 absent; None means all."""
+    def entries(self) -> jax.Array | None:
+        """Entries [B, T, E] over which teacher and student are compared, -1 absent; None means all."""
         if self.index.domain == "selected":
             return self.selection_BTK
         if self.index.domain == "visible" or self.candidates_BTC is None:
@@ -150,7 +150,7 @@ class Lesson:
             group,
             visible_BT,
             scale=self.config.head_dim**-0.5,
-            entries_BTE=self.entries_BTE,
+            entries_BTE=self.entries,
             first_BT=first_BT,
             joins=joins,
         )
@@ -161,7 +161,7 @@ class Lesson:
         The recall is the part of the teacher's attention that the selection caught: 1 by construction in the domain "selected".
         """
         visible_BT, first_BT = visible_entries(self.step, self.ratio)
-        entries_BTE = self.entries_BTE
+        entries_BTE = self.entries
         loss_BT = index_divergence(
             seen["index_q"],
             seen["index_w"],

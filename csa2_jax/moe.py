@@ -112,7 +112,9 @@ class MoE(nnx.Module):
     ) -> jax.Array:
         """Outputs of the chosen experts [n, k, D]: pairs sorted by expert, then one block of one expert's rows at a time."""
         pairs = index_nk.size
-        plain = self.experts.w1.scale is None and all(w.lora_a is None for w in (self.experts.w1, self.experts.w2, self.experts.w3))
+        plain = self.experts.w1.scale is None and all(
+            w.lora_a is None for w in (self.experts.w1, self.experts.w2, self.experts.w3)
+        )
         if pairs == self.topk and plain:
             return self._few(x_nD, index_nk, weight_nk, layer, config, numerics)
 

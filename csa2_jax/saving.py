@@ -53,8 +53,12 @@ def save_checkpoint(
     arrays = {".".join(map(str, path)): variable[...] for path, variable in nnx.to_flat_state(nnx.state(model))}
     if lora := [name for name in arrays if name.endswith(".lora_a")]:
         raise ValueError(f"{lora[0]} is an adapter, for which the release has no place: merge the adapters first")
-    if codes := [name for name in arrays if name.endswith(".scale") and arrays[name].dtype == jnp.uint8 and "tables" not in name]:
-        raise ValueError(f"{codes[0]} belongs to stored codes: load the model with weights='float32', or use csa2 export")
+    if codes := [
+        name for name in arrays if name.endswith(".scale") and arrays[name].dtype == jnp.uint8 and "tables" not in name
+    ]:
+        raise ValueError(
+            f"{codes[0]} belongs to stored codes: load the model with weights='float32', or use csa2 export"
+        )
     config = _stored_config(model.config, weights)
     tensors: dict[str, np.ndarray] = {}
     scales: dict[tuple[str, tuple[int, ...]], np.ndarray] = {}
@@ -93,7 +97,7 @@ def quantise_weight(weight: jax.Array, kind: Literal["fp8", "fp4"], rows: int) -
     padded = jnp.pad(w, ((0, -out % rows), (0, -width % _GROUP)))
     tiles = padded.reshape(padded.shape[0] // rows, rows, padded.shape[1] // _GROUP, _GROUP)
     amax = jnp.max(jnp.abs(tiles), axis=(1, 3))
-    # frexp is exact where a logarithm is not: amax / max = m 2^e with m in [0.5, 1), so that ceil(log2) is e, or e - 1 at m = 0.5.
+    # frexp is exact where a logarithm is not: amax / max = m 2^e with m in [0.5, 1): ceil(log2) is e, or e - 1 at m = 0.5.
     mantissa, exponent = jnp.frexp(amax / _MAX[kind])
     exponent = jnp.where(mantissa == 0.5, exponent - 1, exponent)
     exponent = jnp.clip(jnp.where(amax > 0, exponent, 0), -126, 127)

@@ -99,7 +99,7 @@ class Walk:
                     return (flow, mass_BTE), self._shown(out)
 
                 (flow, mass_BTE), tail_out = self._scan(reuse, (flow, mass_BTE), xs["tail"], segment.tail_length)
-            if lesson is not None:
+            if lesson is not None and mass_BTE is not None:
                 head_out |= lesson.loss(head_out, mass_BTE)
             return (flow, written), (self._shown(head_out), tail_out)
 

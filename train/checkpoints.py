@@ -23,7 +23,10 @@ class CheckpointsError(RuntimeError):
 
 @dataclasses.dataclass(frozen=True)
 class KeepSettings:
-    """save_every: steps between checkpoints. keep: how many of the newest stay. keep_every: steps whose multiples all stay, 0 none."""
+    """When checkpoints are written and which stay.
+
+    save_every: steps between them. keep: how many of the newest stay. keep_every: steps whose multiples all stay, 0 for none.
+    """
 
     save_every: int = 500
     keep: int = 3
@@ -97,11 +100,10 @@ class Checkpoints:
         except Exception:
             whole = []
         kept = f"whole ones: steps {', '.join(map(str, whole))}" if whole else "there is no whole one yet"
-        remedy = "free space there or choose another run.out" if isinstance(error, OSError) else "see the error above"
+        remedy = "Free space there or choose another run.out" if isinstance(error, OSError) else "See to that"
         reason = " ".join(str(error).split())[:300]
         return CheckpointsError(
-            f"{what} under {self.folder} ({type(error).__name__}: {reason}); {kept}. {remedy[0].upper()}{remedy[1:]}, then start the "
-            "same command again"
+            f"{what} under {self.folder} ({type(error).__name__}: {reason}); {kept}. {remedy}, then start the same command again"
         )
 
 

@@ -49,7 +49,9 @@ class DataSettings:
             if getattr(self, name) < 1:
                 raise ValueError(f"data.{name}={getattr(self, name)} must be at least 1")
         if self.held_out_every < 2 and not self.held_out:
-            raise ValueError(f"data.held_out_every={self.held_out_every} must be at least 2, or nothing is left to train on")
+            raise ValueError(
+                f"data.held_out_every={self.held_out_every} must be at least 2, or nothing is left to train on"
+            )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -155,8 +157,8 @@ class Batches:
         per_step = settings.rows * settings.micro_batches
         if len(rows) < per_step:
             raise DataError(
-                f"the data fills {len(rows)} rows of {settings.tokens} tokens, a step takes data.rows * data.micro_batches = {per_step}: "
-                "give more data, or make rows shorter or fewer"
+                f"the data fills {len(rows)} rows of {settings.tokens} tokens, a step takes data.rows * data.micro_batches = "
+                f"{per_step}: give more data, or make rows shorter or fewer"
             )
         self._shape = (settings.micro_batches, settings.rows, settings.tokens)
         dataset = grain.MapDataset.source(rows).seed(settings.seed).shuffle().repeat().batch(per_step)
@@ -181,7 +183,9 @@ def held_out_batches(rows: Rows, settings: DataSettings, most: int) -> list[Batc
     batches = []
     for start in range(0, min(len(rows), most * settings.rows), settings.rows):
         some = [rows[i] for i in range(start, min(start + settings.rows, len(rows)))]
-        empty = {name: np.zeros_like(a) for name, a in some[0].items()} | {"segment": np.full_like(some[0]["segment"], -1)}
+        empty = {name: np.zeros_like(a) for name, a in some[0].items()} | {
+            "segment": np.full_like(some[0]["segment"], -1)
+        }
         some += [empty] * (settings.rows - len(some))
         batches.append(Batch(**{name: np.stack([row[name] for row in some]) for name in empty}))
     return batches

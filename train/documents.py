@@ -45,11 +45,13 @@ def text_encoder(tokenizer: str, config: ModelConfig) -> Encode:
     """Text to ids: of a tokenizer.json (or the folder that holds one), or "bytes", where byte b is id 3 + b."""
     if tokenizer == BYTES:
         if config.vocab_size < _FIRST_BYTE + 256:
-            raise DataError(f"tokenizer='bytes' needs vocab_size >= {_FIRST_BYTE + 256}, the model has {config.vocab_size}")
+            raise DataError(
+                f"tokenizer='bytes' needs vocab_size >= {_FIRST_BYTE + 256}, the model has {config.vocab_size}"
+            )
         if {config.bos_token_id, config.eos_token_id} - {0, 1, 2}:
             raise DataError(
-                f"tokenizer='bytes' keeps ids 0 to 2 for special tokens, but the model has bos_token_id={config.bos_token_id} and "
-                f"eos_token_id={config.eos_token_id}: give the model's tokenizer.json"
+                f"tokenizer='bytes' keeps ids 0 to 2 for special tokens, but the model has bos_token_id={config.bos_token_id} "
+                f"and eos_token_id={config.eos_token_id}: give the model's tokenizer.json"
             )
         return lambda text: [_FIRST_BYTE + b for b in text.encode("utf-8", "surrogatepass")]
     path = Path(tokenizer)
@@ -59,8 +61,8 @@ def text_encoder(tokenizer: str, config: ModelConfig) -> Encode:
     loaded = read_tokenizer(path)
     if loaded.get_vocab_size(with_added_tokens=True) > config.vocab_size:
         raise DataError(
-            f"{path} has {loaded.get_vocab_size(with_added_tokens=True)} tokens, the model vocab_size={config.vocab_size}: it belongs "
-            "to another model"
+            f"{path} has {loaded.get_vocab_size(with_added_tokens=True)} tokens, the model vocab_size={config.vocab_size}: it "
+            "belongs to another model"
         )
     return lambda text: loaded.encode(text, add_special_tokens=False).ids
 
@@ -79,8 +81,8 @@ def find_files(patterns: Sequence[str], base: Path) -> list[Path]:
             here = [p for p in here if p.is_file() or _is_dataset(p)]
         if not here:
             raise DataError(
-                f"{pattern!r} names no data: give a text or .jsonl file, a folder of those ({', '.join(_SUFFIXES)}), a glob, or a "
-                f"dataset saved with save_to_disk (relative names start at {base})"
+                f"{pattern!r} names no data: give a text or .jsonl file, a folder of those ({', '.join(_SUFFIXES)}), a glob, "
+                f"or a dataset saved with save_to_disk (relative names start at {base})"
             )
         found += here
     return found
@@ -108,7 +110,9 @@ def read_documents(path: Path, field: str) -> Iterator[Document]:
                     try:
                         record = json.loads(line)
                     except ValueError as error:
-                        raise DataError(f"{path}, line {number}, is not JSON ({error}): mend or remove the line") from None
+                        raise DataError(
+                            f"{path}, line {number}, is not JSON ({error}): mend or remove the line"
+                        ) from None
                     yield _document(record, field, f"{path}, line {number},")
     else:
         try:
@@ -127,7 +131,9 @@ def _read_dataset(path: Path, field: str) -> Iterator[Document]:
     loaded = datasets.load_from_disk(str(path))
     if isinstance(loaded, datasets.DatasetDict):
         if "train" not in loaded:
-            raise DataError(f"{path} has the splits {sorted(loaded)}: name one, such as {path / sorted(loaded)[0]}")
+            raise DataError(
+                f"{path} has the splits {sorted(map(str, loaded))}: name one, such as {path / str(min(loaded))}"
+            )
         loaded = loaded["train"]
     for number, record in enumerate(loaded):
         yield _document(record, field, f"{path}, row {number},")
@@ -141,7 +147,8 @@ def _document(record: Any, field: str, where: str) -> Document:
     if isinstance(record.get("prompt"), str) and isinstance(record.get("completion"), str):
         return Document(record["prompt"], record["completion"])
     raise DataError(
-        f"{where} has the fields {sorted(map(str, record))}: a text is wanted in {field!r} (data.field), or 'prompt' and 'completion'"
+        f"{where} has the fields {sorted(map(str, record))}: a text is wanted in {field!r} (data.field), or "
+        "'prompt' and 'completion'"
     )
 
 
@@ -178,7 +185,9 @@ def open_store(
         _make(place, files, field, text_encoder(tokenizer, config), config, told)
     offsets = np.load(place / "offsets.npy")
     if len(offsets) < 2 or offsets[-1] == 0:
-        raise DataError(f"{', '.join(map(str, files[:3]))}{' ...' if len(files) > 3 else ''}: no text in {len(files)} files")
+        raise DataError(
+            f"{', '.join(map(str, files[:3]))}{' ...' if len(files) > 3 else ''}: no text in {len(files)} files"
+        )
     total = (int(offsets[-1]),)
     return Store(
         np.memmap(place / "tokens.bin", np.int32, "r", shape=total),

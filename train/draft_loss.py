@@ -4,8 +4,8 @@
     ce = -log softmax(head(norm(x_i)) + markov_head(markov_embed(token p + 1 + i)))[target_i]
     confidence = binary cross-entropy of confidence_i against "the likeliest draft is the target"
 
-Everything of the backbone (copy-means, embedding, head) is detached. The stages read true tokens in their windows, the Markov head
-true predecessors. Source: arXiv 2609.19969 (DSpark); the choice of places and targets is ours.
+Everything of the backbone (copy-means, embedding, head) is detached. The stages read true tokens in their windows, the Markov
+head true predecessors. Source: arXiv 2609.19969 (DSpark); the choice of places and targets is ours.
 """
 
 from __future__ import annotations
@@ -62,8 +62,12 @@ def draft_sums(
     )
     batch, tokens = tokens_BT.shape
     block, window, places = config.dspark_block_size, config.sliding_window, settings.places
-    rows = DraftFeed(head).rows(main_BTE, rope.table(position_BT, rope.layer_frequencies(config, reads_pool=False)), config, numerics)
-    last_BA = jax.random.randint(key, (batch, places), 0, max(tokens - 2, 1), jnp.int32)  # the last consumed token of each block
+    rows = DraftFeed(head).rows(
+        main_BTE, rope.table(position_BT, rope.layer_frequencies(config, reads_pool=False)), config, numerics
+    )
+    last_BA = jax.random.randint(
+        key, (batch, places), 0, max(tokens - 2, 1), jnp.int32
+    )  # the last consumed token of each block
 
     def at(a_BT: jax.Array, index: jax.Array) -> jax.Array:
         """a at [B, A, ...] places of the rows; what lies outside reads the ends."""
@@ -88,7 +92,9 @@ def draft_sums(
     markov_nE = head.markov_embed["weight"][...][before_BAK.reshape(-1)]
     # One product gives both terms of the logits: features and weights side by side.
     features = jnp.concatenate([h_bKD.reshape(-1, h_bKD.shape[-1]), markov_nE.astype(h_bKD.dtype)], axis=-1)
-    both_VE = jnp.concatenate([head_VD.astype(jnp.float32), head.markov_head["weight"][...].astype(jnp.float32)], axis=-1)
+    both_VE = jnp.concatenate(
+        [head_VD.astype(jnp.float32), head.markov_head["weight"][...].astype(jnp.float32)], axis=-1
+    )
     ce = cross_entropy(features, both_VE, target_n, weight_n, chunk)
     hit_n = likeliest(*lax.stop_gradient((features, both_VE)), chunk) == target_n
     joined = jnp.concatenate([x_bKD.reshape(-1, x_bKD.shape[-1]), markov_nE.astype(x_bKD.dtype)], axis=-1)
@@ -96,7 +102,9 @@ def draft_sums(
     missed_n = jax.nn.softplus(jnp.where(hit_n, -confidence_n, confidence_n))
     used_bK = weight_n.reshape(batch * places, block)
     load = [
-        jnp.sum(jax.nn.one_hot(made["gate_idx"], config.dspark_n_routed_experts) * used_bK[..., None, None], axis=(0, 1, 2))
+        jnp.sum(
+            jax.nn.one_hot(made["gate_idx"], config.dspark_n_routed_experts) * used_bK[..., None, None], axis=(0, 1, 2)
+        )
         for made in routed
     ]
     return {

@@ -34,7 +34,9 @@ def flops_per_token(config: ModelConfig, parts: Parts, tokens: int) -> float:
     total = 0.0
     arrays = parts.all()
     for name, array in arrays.items():
-        if array.ndim < 2 or matches(name, ("embed.*", "engram_tables.*", "draft.*", "token_map", "ngram_products", "*norm.weight")):
+        if array.ndim < 2 or matches(
+            name, ("embed.*", "engram_tables.*", "draft.*", "token_map", "ngram_products", "*norm.weight")
+        ):
             continue
         share = config.num_experts_per_tok / config.n_routed_experts if ".experts." in name else 1.0
         size = math.prod(array.shape) * (2 if array.dtype == jnp.uint8 and name.endswith(".weight") else 1)
@@ -42,7 +44,9 @@ def flops_per_token(config: ModelConfig, parts: Parts, tokens: int) -> float:
     width = config.num_attention_heads * config.head_dim
     for spec in config.plan.layers:
         entries = tokens // (2 * spec.ratio) if spec.ratio else 0  # visible to the middle query
-        read = min(config.sliding_window, tokens) + (min(config.index_topk, entries) if spec.mode is not Mode.SWA else 0)
+        read = min(config.sliding_window, tokens) + (
+            min(config.index_topk, entries) if spec.mode is not Mode.SWA else 0
+        )
         total += 12.0 * width * read
         if spec.mode in (Mode.FULL, Mode.REINDEX):
             total += 2.0 * config.index_n_heads * config.index_head_dim * entries

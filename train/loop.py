@@ -182,8 +182,8 @@ def _same_settings(settings: Settings, out: Path) -> None:
         ]
         if changed:
             raise ValueError(
-                f"{out} holds a run that was begun otherwise: {', '.join(changed)}. Take the settings back, choose another run.out, or "
-                "remove that folder"
+                f"{out} holds a run that was begun otherwise: {', '.join(changed)}. Take the settings back, choose another "
+                "run.out, or remove that folder"
             )
     else:
         part = path.with_suffix(".part")
@@ -246,7 +246,9 @@ class _Run:
             model_dir = self.out / "model"
             shutil.rmtree(model_dir, ignore_errors=True)
             beside = [Path(p) for p in self.prepared.beside if Path(p).is_file()]
-            self.progress.say(f"model written to {save_checkpoint(model, model_dir, weights=settings.run.export, beside=beside)}")
+            self.progress.say(
+                f"model written to {save_checkpoint(model, model_dir, weights=settings.run.export, beside=beside)}"
+            )
 
     def _one(self, step: int, metrics: Metrics) -> None:
         began = time.perf_counter()
@@ -258,7 +260,11 @@ class _Run:
         if step % self.settings.run.log_every == 0 or step == self.settings.run.steps:
             tokens = float(found["tokens"])
             values = {name: float(a) for name, a in found.items() if jnp.ndim(a) == 0 and name != "finite"}
-            values |= {"rate": float(self.rate(step - 1)), "seconds": seconds, "tokens_per_second": tokens / seconds}
+            values |= {
+                "rate": float(np.asarray(self.rate(step - 1))),
+                "seconds": seconds,
+                "tokens_per_second": tokens / seconds,
+            }
             values["mfu"] = self.flops * tokens / seconds / self.peak
             metrics.write(step, "train", {k: v for k, v in values.items() if k not in ("recall",)})
             recall = {k: v for k, v in self.last.items() if k == "recall"}
@@ -269,7 +275,8 @@ class _Run:
         metrics.write(step, "held out", self.last)
         self.progress.say(
             f"step {step}, held out: loss {self.last['lm']:.4f}, {self.last['lm'] / np.log(2):.3f} bits per token, "
-            f"accuracy {self.last['accuracy']:.1%}" + (f", indexer recall {self.last['recall']:.1%}" if "recall" in self.last else "")
+            f"accuracy {self.last['accuracy']:.1%}"
+            + (f", indexer recall {self.last['recall']:.1%}" if "recall" in self.last else "")
         )
 
     def _broken(self, step: int, batch: Batch, found: dict[str, Any]) -> TrainingError:
@@ -278,9 +285,9 @@ class _Run:
         back = "there is no checkpoint yet" if whole is None else f"the newest good checkpoint is that of step {whole}"
         culprit = find_culprit(self.prepared.together, self.state, batch, found)
         return TrainingError(
-            f"step {step}: the loss is {float(found['loss'])} and its gradient has the norm {float(found['gradient_norm'])}. {culprit}. "
-            f"Nothing was changed by this step; {back} under {self.checkpoints.folder}. Lower optimizer.peak, raise optimizer.warmup, "
-            "or look at the data of this step, then start the same command again"
+            f"step {step}: the loss is {float(found['loss'])} and its gradient has the norm {float(found['gradient_norm'])}. "
+            f"{culprit}. Nothing was changed by this step; {back} under {self.checkpoints.folder}. Lower optimizer.peak, raise "
+            "optimizer.warmup, or look at the data of this step, then start the same command again"
         )
 
 
@@ -317,7 +324,9 @@ def find_culprit(together: Callable[[Arrays], Model], state: TrainState, batch: 
                     return f"The first output that is not finite is that of layers.{module} in layer {layer}"
     names = broken_parameters(list(state.trained), found["broken"])
     if names:
-        return f"The forward is finite, the gradient of {names[0]} is not" + (f" (nor of {len(names) - 1} more)" if names[1:] else "")
+        return f"The forward is finite, the gradient of {names[0]} is not" + (
+            f" (nor of {len(names) - 1} more)" if names[1:] else ""
+        )
     return "Every layer is finite: the loss itself is not"
 
 

@@ -41,7 +41,8 @@ def cross_entropy(
     """
     entries = head_VD.shape[0]
     chunk = chunk or max(_LEAST, _LOGITS // max(h_nD.shape[0], 1))
-    return CrossEntropy(*_cross_entropy(min(chunk, entries), h_nD, head_VD, target_n, weight_n.astype(jnp.float32)))
+    loss, correct = _cross_entropy(min(chunk, entries), h_nD, head_VD, target_n, weight_n.astype(jnp.float32))  # type: ignore[misc]
+    return CrossEntropy(loss, correct)
 
 
 def likeliest(h_nD: jax.Array, head_VD: jax.Array, chunk: int | None = None) -> jax.Array:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping
 from typing import Any, Final, Literal, NamedTuple
 
 import jax
@@ -88,7 +88,9 @@ def make_optimizer(
     """The optimizer of a {path: array} tree of trained parameters."""
     labels = {name: choice.rule(name, array).role for name, array in trained.items()}
     rate = schedule(settings, steps)
-    rules = {role: _transform(ROLES[role], config, settings, rate) for role in set(labels.values())}
+    rules: dict[Hashable, optax.GradientTransformation] = {
+        role: _transform(ROLES[role], config, settings, rate) for role in set(labels.values())
+    }
     optimizer = optax.partition(rules, labels)
     return optax.chain(optax.clip_by_global_norm(settings.clip), optimizer) if settings.clip else optimizer
 
@@ -109,6 +111,7 @@ def _transform(
 
 def muon(momentum: float, steps: int, parts: int = 1) -> optax.GradientTransformation:
     """Orthogonalised momentum for weights [..., out, in]; leading axes are a batch of matrices, and rows fall into `parts`."""
+
     def numbers(tree: Any) -> Any:
         return jax.tree.map(lambda a: MuonDimensionNumbers(a.ndim - 1, a.ndim - 2), tree)
 
@@ -143,7 +146,7 @@ def sinkhorn_momentum(momentum: float, iterations: int) -> optax.GradientTransfo
     def init(params: Any) -> SinkhornState:
         return SinkhornState(jax.tree.map(jnp.zeros_like, params))
 
-    def update(updates: Any, state: SinkhornState, params: Any = None) -> tuple[Any, SinkhornState]:
+    def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, SinkhornState]:
         del params
         held = jax.tree.map(lambda m, g: momentum * m + g, state.momentum, updates)
         ahead = jax.tree.map(lambda m, g: balance(g + momentum * m, iterations) * _RMS, held, updates)
@@ -172,5 +175,5 @@ def balance(matrix: jax.Array, iterations: int) -> jax.Array:
 
 
 def move_router_bias(bias_LX: jax.Array, load_LX: jax.Array, rate: float) -> jax.Array:
-    """bias + rate * sign(mean load - load), per layer: outside the optimizer, by what the accumulated batch sent to each expert."""
+    """bias + rate * sign(mean load - load), per layer, by what the accumulated batch sent to each expert."""
     return bias_LX + rate * jnp.sign(jnp.mean(load_LX, axis=-1, keepdims=True) - load_LX)

@@ -1,7 +1,8 @@
 """Which parameter is trained, and how: one table of rules, the first that matches a parameter's path decides.
 
-Source: arXiv 2609.19969 (Muon for linear weights, split by heads for queries and keys; AdamW for norms, biases and scales; Sinkhorn-
-balanced momentum for embeddings, head and n-gram tables, those with five times the rate; the router's bias outside the optimizer).
+Source: arXiv 2609.19969 (Muon for linear weights, split by heads for queries and keys; AdamW for norms, biases and scales;
+Sinkhorn-balanced momentum for embeddings, head and n-gram tables, those with five times the rate; the router's bias outside the
+optimizer).
 """
 
 from __future__ import annotations

@@ -73,7 +73,12 @@ class Progress:
             from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
             from rich.progress import Progress as Bar
 
-            columns = (BarColumn(bar_width=20), MofNCompleteColumn(), TextColumn("{task.description}"), TimeRemainingColumn())
+            columns = (
+                BarColumn(bar_width=20),
+                MofNCompleteColumn(),
+                TextColumn("{task.description}"),
+                TimeRemainingColumn(),
+            )
             self._bar = Bar(*columns, console=Console(stderr=True))
             self._task = self._bar.add_task("compiling", total=steps, completed=first)
             self._bar.start()

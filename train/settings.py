@@ -45,7 +45,10 @@ class ModelSettings:
 
 @dataclasses.dataclass(frozen=True)
 class LoraSettings:
-    """Adapters: rank 0 is none. targets: shell patterns on the dotted paths of linears. alpha: the product is scaled by alpha / rank."""
+    """Adapters on frozen weights.
+
+    rank: 0 for none. targets: shell patterns on the dotted paths of linears. alpha: their product is scaled by alpha / rank.
+    """
 
     rank: int = 0
     alpha: float = 16.0
@@ -61,7 +64,8 @@ class RunSettings:
     """How long, where to, and what is told.
 
     out: folder of checkpoints, metrics and pictures, relative to the configuration file.
-    recipe: which parameters are trained: one of RECIPES; by default "adapters" where there are any, else "everything". train, freeze: shell patterns on dotted paths instead.
+    recipe: which parameters are trained: one of RECIPES; by default "adapters" where there are any, else "everything".
+    train, freeze: shell patterns on dotted paths, instead of and on top of the recipe.
     export: how the trained model is written to out/model at the end, in the release's layout ("" not at all); of a run with
         adapters those are written, to out/adapters.
     evaluate_every: steps between evaluations on held-out data, 0 for the end only; evaluate_batches: most batches of one.
@@ -88,6 +92,7 @@ class RunSettings:
         if self.recipe and self.recipe not in RECIPES:
             raise ValueError(f"run.recipe={self.recipe!r} is unknown; choose from {sorted(RECIPES)}")
 
+
 @dataclasses.dataclass(frozen=True)
 class Settings:
     """Everything about a run; each field is a table of the TOML file."""
@@ -95,10 +100,10 @@ class Settings:
     model: ModelSettings
     data: DataSettings
     run: RunSettings
-    optimizer: OptimizerSettings = OptimizerSettings()
-    loss: LossSettings = LossSettings()
-    lora: LoraSettings = LoraSettings()
-    checkpoints: KeepSettings = KeepSettings()
+    optimizer: OptimizerSettings = dataclasses.field(default_factory=OptimizerSettings)
+    loss: LossSettings = dataclasses.field(default_factory=LossSettings)
+    lora: LoraSettings = dataclasses.field(default_factory=LoraSettings)
+    checkpoints: KeepSettings = dataclasses.field(default_factory=KeepSettings)
     base: Path = Path()  # relative names start here
 
     def choice(self) -> Choice:
@@ -133,7 +138,7 @@ def parse_settings(tables: dict[str, Any], base: Path, where: str) -> Settings:
     for name, field in hints.items():
         if name in tables:
             made[name] = _section(types_[name], tables[name], name, where)
-        elif field.default is dataclasses.MISSING:
+        elif field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING:
             made[name] = _section(types_[name], {}, name, where)
     return Settings(**made)
 

@@ -85,7 +85,7 @@ class LossSettings:
     chunk: int = 0
     remat: Remat = "layer"
 
-    draft: DraftLossSettings = DraftLossSettings()
+    draft: DraftLossSettings = dataclasses.field(default_factory=DraftLossSettings)
 
     def __post_init__(self) -> None:
         for name in ("lm", "index", "balance"):
@@ -212,7 +212,7 @@ def make_step(
         loss = objective(sums, losses_, predicted, tokens)
         finite = jnp.isfinite(loss) & ~jnp.any(broken)
         updates, moved = optimizer.update(grads, state.optimizer, state.trained)
-        trained = optax.apply_updates(state.trained, updates)
+        trained: Any = optax.apply_updates(state.trained, updates)
         loads = {name: _moved_bias(name, bias, sums, optimizer_.router_bias_rate) for name, bias in state.loads.items()}
         new = TrainState(state.step + 1, trained, loads, {}, moved)
         old = dataclasses.replace(state, frozen={})

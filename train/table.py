@@ -7,7 +7,7 @@ from rich.table import Table
 
 from train.flops import flops_per_token
 from train.loop import prepare_model
-from train.parameters import take_apart, table
+from train.parameters import table, take_apart
 from train.settings import Settings
 
 
@@ -46,6 +46,6 @@ def show(settings: Settings) -> None:
     tokens = data.tokens * data.rows * data.micro_batches
     flops = flops_per_token(model.config, parts, data.tokens) * tokens
     console.print(
-        f"\n{trained:,} of {sum(row.numbers for row in rows):,} numbers are trained. A step: {data.micro_batches} x {data.rows} rows of "
-        f"{data.tokens:,} tokens = {tokens:,} tokens, {flops:.2e} operations; {settings.run.steps:,} steps."
+        f"\n{trained:,} of {sum(row.numbers for row in rows):,} numbers are trained. A step: {data.micro_batches} x "
+        f"{data.rows} rows of {data.tokens:,} tokens = {tokens:,} tokens, {flops:.2e} operations; {settings.run.steps:,} steps."
     )

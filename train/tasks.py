@@ -39,7 +39,8 @@ class Task:
             raise ValueError(f"pairs={self.pairs} need as many different keys, found keys={self.keys}")
         if 2 * self.pairs + self.reach + 2 > self.tokens:
             raise ValueError(
-                f"tokens={self.tokens} must hold {self.pairs} pairs, the {self.reach} tokens that windows reach back, and a question"
+                f"tokens={self.tokens} must hold {self.pairs} pairs, the {self.reach} tokens that windows reach "
+                "back, and a question"
             )
 
     @property
@@ -66,7 +67,9 @@ class Task:
         values = self.keys + rng.integers(0, self.values, self.pairs)
         tokens[0 : 2 * self.pairs : 2], tokens[1 : 2 * self.pairs : 2] = keys, values
         start = 2 * self.pairs
-        places = start + 2 * rng.choice((self.tokens - start) // 2, min(self.pairs, (self.tokens - start) // 4), replace=False)
+        places = start + 2 * rng.choice(
+            (self.tokens - start) // 2, min(self.pairs, (self.tokens - start) // 4), replace=False
+        )
         for place in np.sort(places):
             pair = rng.integers(self.pairs)
             tokens[place], tokens[place + 1] = keys[pair], values[pair]

@@ -84,7 +84,8 @@ def index_divergence(
         raise ValueError(f"{keys_GBPJ.shape=} must be [G, B, P, J] to match {q_BTIJ.shape=}")
     visible_BT = checks.integers("visible_BT", visible_BT)
     places = _places(visible_BT, first_BT, entries_BTE, q_BTIJ.shape[:2])
-    expected = (*q_BTIJ.shape[:2], keys_GBPJ.shape[2] if entries_BTE is None else places[2].shape[2])
+    named_BTE = places[2]
+    expected = (*q_BTIJ.shape[:2], keys_GBPJ.shape[2] if named_BTE is None else named_BTE.shape[2])
     if mass_BTE.shape != expected:
         raise ValueError(f"{mass_BTE.shape=} must be {expected}, one number for each entry of each query")
     group = checks.group(group, keys_GBPJ.shape[0])

@@ -1,8 +1,8 @@
 """The same model in float64: what the code calls float32 is float64 while the context is open.
 
-Finite differences of a float32 function say little; of the very same code in float64 they are good to eight digits. All modules name
-their accumulation dtype as `jnp.float32` when they are called, so that one name and the few places that froze it at import are
-all that has to change.
+Finite differences of a float32 function say little; of the very same code in float64 they are good to eight digits. All
+modules name their accumulation dtype as `jnp.float32` when they are called, so that this name and the few places that froze it
+at import are all that has to change.
 """
 
 from __future__ import annotations

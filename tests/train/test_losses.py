@@ -51,7 +51,9 @@ def test_cross_entropy_in_chunks_is_that_of_all_logits_with_its_gradient(chunk: 
     assert not np.asarray(dh)[2].any()
     np.testing.assert_array_equal(likeliest(h, head, chunk), (h @ head.T).argmax(axis=-1))
     right = ((h @ head.T).argmax(axis=-1) == target) * weight
-    assert float(cross_entropy(h, head, jnp.asarray(target), jnp.asarray(weight), chunk).correct) == pytest.approx(right.sum())
+    assert float(cross_entropy(h, head, jnp.asarray(target), jnp.asarray(weight), chunk).correct) == pytest.approx(
+        right.sum()
+    )
 
 
 def test_logits_of_a_long_sequence_are_never_in_memory() -> None:
@@ -67,7 +69,14 @@ def test_logits_of_a_long_sequence_are_never_in_memory() -> None:
 def make_lesson(seed: int) -> dict[str, np.ndarray]:
     """B = 2, T = 5, P = 7, with absent entries, entries beyond the visible ones, and a query that sees nothing."""
     rng = np.random.default_rng(seed)
-    shapes = {"q": (2, 5, 3, 4), "lse": (2, 5, 3), "pool": (2, 2, 7, 4), "iq": (2, 5, 2, 3), "w": (2, 5, 2), "keys": (2, 2, 7, 3)}
+    shapes = {
+        "q": (2, 5, 3, 4),
+        "lse": (2, 5, 3),
+        "pool": (2, 2, 7, 4),
+        "iq": (2, 5, 2, 3),
+        "w": (2, 5, 2),
+        "keys": (2, 2, 7, 3),
+    }
     arrays = {name: rng.standard_normal(shape).astype(np.float32) for name, shape in shapes.items()}
     arrays["visible"] = np.array([[0, 1, 3, 5, 7], [2, 2, 4, 7, 7]], np.int32)
     arrays["first"] = np.array([[0, 0, 1, 2, 0], [0, 1, 1, 6, 3]], np.int32)
@@ -88,7 +97,9 @@ def reference_mass(a: dict[str, np.ndarray], named: bool, joins: bool) -> np.nda
     found = np.zeros(entry.shape)
     for b, t in np.ndindex(2, 5):
         for n in range(3):
-            s = np.array([a["q"][b, t, n].astype(float) @ a["pool"][1, b, e] * 0.5 if e >= 0 else -np.inf for e in entry[b, t]])
+            s = np.array(
+                [a["q"][b, t, n].astype(float) @ a["pool"][1, b, e] * 0.5 if e >= 0 else -np.inf for e in entry[b, t]]
+            )
             lse = float(a["lse"][b, t, n])
             if joins:
                 lse = np.log(np.exp(lse) + np.exp(s).sum())
@@ -113,7 +124,9 @@ def reference_divergence(a: dict[str, np.ndarray], mass: np.ndarray, named: bool
 
 @pytest.mark.parametrize("named", [True, False])
 @pytest.mark.parametrize("joins", [True, False])
-def test_attention_mass_is_what_a_softmax_gives_each_entry(named: bool, joins: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_attention_mass_is_what_a_softmax_gives_each_entry(
+    named: bool, joins: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     a = make_lesson(0)
     options = {"entries_BTE": a["entries"] if named else None, "first_BT": a["first"], "joins": joins}
     expected = reference_mass(a, named, joins)
@@ -143,7 +156,9 @@ def test_index_divergence_and_its_gradients_are_those_of_the_formula(
     np.testing.assert_allclose(found, reference_divergence(a, mass, named), atol=2e-6)
     gradients = jax.grad(loss, (0, 1, 2))(a["iq"], a["w"], a["keys"])
     for name, gradient in zip(("iq", "w", "keys"), gradients, strict=True):
-        expected = differences(lambda x, name=name: (reference_divergence(a | {name: x}, mass, named) * weight).sum(), a[name])
+        expected = differences(
+            lambda x, name=name: (reference_divergence(a | {name: x}, mass, named) * weight).sum(), a[name]
+        )
         np.testing.assert_allclose(gradient, expected, atol=3e-5)
         assert np.abs(expected).max() > 1e-2
     assert not np.asarray(gradients[2])[0].any()  # the other pool of the stack
