@@ -1,8 +1,8 @@
 """Low-rank adapters on frozen weights: y = W x + (alpha / rank) B A x, for any named set of linears.
 
 `attach` adds them to a model (A normal, B zero: the model computes what it did), whether its weights are numbers or fp8 / fp4
-codes; training moves A and B alone (`train`, recipe "adapters"). `save_adapters` and `load_adapters` keep them as safetensors under
-the release's tensor names, `merge` adds them to the weights. Source: arXiv 2106.09685 (LoRA).
+codes; training moves A and B alone (`train`, recipe "adapters"). `save_adapters` and `load_adapters` keep them as safetensors
+under the release's tensor names, `merge` adds them to the weights. Source: arXiv 2106.09685 (LoRA).
 """
 
 from __future__ import annotations
