@@ -1,8 +1,7 @@
 """A model back into files: the release's layout, plain or quantised, from weights that are numbers (trained ones, say).
 
-    fp8  e4m3 with 2^e per 32 x 32 tile,  e = ceil(log2(max |w| / 448));   fp4  e2m1 with 2^e per row and 32 columns, /6
-
-each number rounded to nearest, ties to even. N-gram tables are e4m3 with a scale per row and 32 columns in every checkpoint.
+What the release stores as fp8 and fp4 is rounded as `csa2 export` does (`conversion.views`). N-gram tables are e4m3 with a scale
+per row and 32 columns in every checkpoint.
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ import os
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Final, Literal
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -21,13 +20,10 @@ import ml_dtypes
 import numpy as np
 from flax import nnx
 
-from csa2_jax import formats
 from csa2_jax.config import ModelConfig
-from csa2_jax.manifest import release_tensors
+from csa2_jax.conversion.views import quantise
+from csa2_jax.manifest import TILE, release_tensors
 from csa2_jax.model import Model
-
-_GROUP: Final = 32
-_MAX: Final = {"fp8": 448.0, "fp4": 6.0}
 
 
 def save_checkpoint(
@@ -72,9 +68,12 @@ def save_checkpoint(
         array = arrays[spec.path][spec.index or ...]
         if spec.dtype in ("F8_E4M3", "I8") and jnp.issubdtype(array.dtype, jnp.floating) and array.dtype.itemsize > 1:
             kind = "fp4" if spec.dtype == "I8" else "fp8"
-            rows = 1 if kind == "fp4" or spec.path.startswith("engram_tables.") else _GROUP
-            tensors[spec.name], scale = quantise_weight(array, kind, rows)
-            scales[spec.path.removesuffix("weight") + "scale", spec.index] = scale
+            rows = 1 if kind == "fp4" or spec.path.startswith("engram_tables.") else TILE
+            values = np.asarray(array, np.float32)
+            if not np.isfinite(values).all():
+                raise ValueError(f"{spec.name} holds numbers that are not finite, which fp8 and fp4 cannot hold")
+            tensors[spec.name], scale = quantise(values, rows, kind)
+            scales[spec.path.removesuffix("weight") + "scale", spec.index] = scale.view(ml_dtypes.float8_e8m0fnu)
         else:
             tensors[spec.name] = _as_stored(array, spec.dtype)
     part = directory.with_name(f"{directory.name}.{os.getpid()}.part")
@@ -88,25 +87,6 @@ def save_checkpoint(
     finally:
         shutil.rmtree(part, ignore_errors=True)
     return directory
-
-
-def quantise_weight(weight: jax.Array, kind: Literal["fp8", "fp4"], rows: int) -> tuple[np.ndarray, np.ndarray]:
-    """(codes, e8m0 scales) of a weight [out, in], one scale per `rows` rows and 32 columns; ties to even."""
-    w = jnp.asarray(weight, jnp.float32)
-    out, width = w.shape
-    padded = jnp.pad(w, ((0, -out % rows), (0, -width % _GROUP)))
-    tiles = padded.reshape(padded.shape[0] // rows, rows, padded.shape[1] // _GROUP, _GROUP)
-    amax = jnp.max(jnp.abs(tiles), axis=(1, 3))
-    # frexp is exact where a logarithm is not: amax / max = m 2^e with m in [0.5, 1): ceil(log2) is e, or e - 1 at m = 0.5.
-    mantissa, exponent = jnp.frexp(amax / _MAX[kind])
-    exponent = jnp.where(mantissa == 0.5, exponent - 1, exponent)
-    exponent = jnp.clip(jnp.where(amax > 0, exponent, 0), -126, 127)
-    scaled = formats.times_power_of_two(tiles, -exponent[:, None, :, None]).reshape(padded.shape)[:out, :width]
-    scale = np.asarray(exponent + 127).astype(np.uint8)
-    if kind == "fp8":
-        return np.asarray(scaled).astype(ml_dtypes.float8_e4m3fn), scale.view(ml_dtypes.float8_e8m0fnu)
-    grid = np.asarray(scaled).astype(ml_dtypes.float4_e2m1fn).astype(np.float32)
-    return np.asarray(formats.pack_e2m1(jnp.asarray(grid))).view(np.int8), scale.view(ml_dtypes.float8_e8m0fnu)
 
 
 def _as_stored(array: jax.Array, dtype: str) -> np.ndarray:

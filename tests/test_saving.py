@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
@@ -16,8 +15,9 @@ from hypothesis import strategies as st
 
 from csa2_jax import load_checkpoint
 from csa2_jax.adapters import attach
+from csa2_jax.conversion.views import quantise
 from csa2_jax.safetensors_io import TensorFiles
-from csa2_jax.saving import quantise_weight, save_checkpoint
+from csa2_jax.saving import save_checkpoint
 from tests.golden_sets import materialise
 
 
@@ -61,8 +61,8 @@ def test_quantised_weights_are_the_nearest_codes_with_the_smallest_scale_that_ho
         np.float32
     )
     weight[:32, :32] = 0
-    codes, scales = quantise_weight(jnp.asarray(weight), kind, rows)
-    exponents = np.asarray(scales).view(np.uint8).astype(int) - 127
+    codes, scales = quantise(weight, rows, kind)
+    exponents = scales.astype(int) - 127
     grid_dtype = ml_dtypes.float8_e4m3fn if kind == "fp8" else ml_dtypes.float4_e2m1fn
     every = np.arange(256 if kind == "fp8" else 16, dtype=np.uint8).view(grid_dtype).astype(np.float64)
     grid = np.unique(every[np.isfinite(every)])

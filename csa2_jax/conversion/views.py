@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Literal
 
 import ml_dtypes
 import numpy as np
@@ -76,15 +77,18 @@ class Requantised(_View):
             raise CheckpointError(
                 f"{weight}[{first + i}, {j}] is {values[i, j]}, which fp8 and fp4 cannot hold: export as bf16"
             )
-        exponent = tile_exponents(values, tile, _FP8_MAX if tile == TILE else _FP4_MAX)
-        if spec.dtype == "F8_E8M0":
-            found = (exponent + 127).astype(np.uint8)
-        else:
-            grown = np.repeat(np.repeat(exponent, tile, axis=0), TILE, axis=1)[: values.shape[0], : values.shape[1]]
-            scaled = np.ldexp(values, -grown)
-            found = scaled.astype(ml_dtypes.float8_e4m3fn) if tile == TILE else _pack(scaled)
-            found = found[start - first : stop - first]
+        codes, scale = quantise(values, tile, "fp8" if tile == TILE else "fp4")
+        found = scale if spec.dtype == "F8_E8M0" else codes[start - first : stop - first]
         return found[(slice(None), *rest)]
+
+
+def quantise(values: np.ndarray, tile: int, kind: Literal["fp8", "fp4"]) -> tuple[np.ndarray, np.ndarray]:
+    """(codes, e8m0 scales as bytes) of finite f32 [rows, width], one scale per `tile` rows and 32 columns; see `Requantised`."""
+    exponent = tile_exponents(values, tile, _FP8_MAX if kind == "fp8" else _FP4_MAX)
+    grown = np.repeat(np.repeat(exponent, tile, axis=0), TILE, axis=1)[: values.shape[0], : values.shape[1]]
+    scaled = np.ldexp(values, -grown)
+    codes = scaled.astype(ml_dtypes.float8_e4m3fn) if kind == "fp8" else _pack(scaled)
+    return codes, (exponent + 127).astype(np.uint8)
 
 
 def tile_exponents(values: np.ndarray, tile: int, largest: float) -> np.ndarray:
