@@ -89,7 +89,8 @@ def make_optimizer(
     labels = {name: choice.rule(name, array).role for name, array in trained.items()}
     rate = schedule(settings, steps)
     rules: dict[Hashable, optax.GradientTransformation] = {
-        role: _transform(ROLES[role], config, settings, rate) for role in set(labels.values())
+        role: _transform(ROLES[role], config, settings, rate)
+        for role in dict.fromkeys(labels.values())  # in a fixed order, or every process compiles another program
     }
     optimizer = optax.partition(rules, labels)
     return optax.chain(optax.clip_by_global_norm(settings.clip), optimizer) if settings.clip else optimizer

@@ -198,15 +198,22 @@ def make_step(
     def step(state: TrainState, batch: Batch) -> tuple[TrainState, dict[str, jax.Array]]:
         predicted = jnp.maximum(jnp.sum(batch.weight), 1.0)
         tokens = jnp.maximum(jnp.sum((batch.segment >= 0).astype(jnp.float32)), 1.0)
-        first, rest = (jax.tree.map(lambda a, i=i: a[i], batch) for i in (0, slice(1, None)))
         keys = jax.random.split(jax.random.fold_in(jax.random.key(0), state.step), batch.tokens.shape[0])
-        total = gradient(state, first, keys[0], predicted, tokens)
-        if batch.tokens.shape[0] > 1:
+
+        def of_micro_batch(micro: tuple[Batch, jax.Array]) -> tuple[Arrays, Sums]:
+            return gradient(state, *micro, predicted, tokens)
+
+        one = jax.tree.map(lambda a: a[0], (batch, keys))
+        if batch.tokens.shape[0] == 1:
+            total = of_micro_batch(one)
+        else:  # from zeros, so that the gradient is compiled once
+            shapes = jax.eval_shape(of_micro_batch, one)
+            total = jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), shapes)
 
             def add(total: Any, micro: tuple[Batch, jax.Array]) -> tuple[Any, None]:
-                return jax.tree.map(jnp.add, total, gradient(state, *micro, predicted, tokens)), None
+                return jax.tree.map(jnp.add, total, of_micro_batch(micro)), None
 
-            total, _ = lax.scan(add, total, (rest, keys[1:]))
+            total, _ = lax.scan(add, total, (batch, keys))
         grads, sums = total
         broken = jnp.stack([~jnp.all(jnp.isfinite(g)) for g in jax.tree.leaves(grads)])
         loss = objective(sums, losses_, predicted, tokens)
