@@ -202,7 +202,7 @@ def draw(outcomes: Sequence[Outcome], path: Path) -> None:
 
     figure, (left, right) = plt.subplots(1, 2, figsize=(11, 4.4), constrained_layout=True)
     colours = dict(zip(PLANS, ("C0", "C1", "C2"), strict=True))
-    for o in outcomes:
+    for number, o in enumerate(outcomes):
         style = "-" if o.index_loss else "--"
         label = o.plan + ("" if o.index_loss else ", without index loss")
         left.plot(*zip(*o.curve, strict=True), style, color=colours[o.plan], label=label)
@@ -212,12 +212,12 @@ def draw(outcomes: Sequence[Outcome], path: Path) -> None:
             f"{o.plan}{'' if o.index_loss else ', without'}\nfound {o.found:.0%}",
             (o.cache_bytes, o.accuracy),
             textcoords="offset points",
-            xytext=(8, -14 if o.accuracy > 0.5 else 6),
+            xytext=(10, (8, 6, -26, -14)[number % 4]),  # plans of equal cache would write over one another
             fontsize=8,
         )
     left.set_xlabel("step")
     left.set_ylabel("accuracy of answers beyond every window")
-    left.legend(fontsize=8)
+    left.legend(fontsize=8, loc="center left")
     right.set_xlabel("bytes of global cache per token")
     right.set_xlim(0, 1.35 * max(o.cache_bytes for o in outcomes))
     for axis in (left, right):
