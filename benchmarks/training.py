@@ -6,8 +6,8 @@
 Both models have the same width, depth, heads and active width of the feed-forward, and both run gradients of the same
 cross-entropy on as many tokens in the same process; the dense one is a few lines of JAX below: causal softmax attention over
 everything. Printed per length: seconds of forward and backward, temporary memory of the compiled program, and the exponents
-between neighbouring lengths (1 is linear, 2 quadratic). CSA2 reads window + K entries per query whatever the length; what grows faster is
-scoring every visible entry for the index, whose constant is small.
+between neighbouring lengths (1 is linear, 2 quadratic). CSA2 reads window + K entries per query whatever the length; what
+grows faster is scoring every visible entry for the index, whose constant is small.
 """
 
 from __future__ import annotations
