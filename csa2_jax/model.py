@@ -181,13 +181,16 @@ class Model(nnx.Module):
         *,
         learning: Learning | None = None,
         origin_BT: jax.Array | None = None,
+        replay_BT: jax.Array | None = None,
         capture: frozenset[str] = frozenset(),
     ) -> tuple[jax.Array, dict[str, Any]]:
         """The normed output [B, T, D] that the head reads, and captures: what training starts from, without logits.
 
+        replay_BT: per token where in its row its document is replayed from, as serving does it: decoder windows of that token and
+            those behind it begin there. Tokens before it are as without.
         learning: adds its numbers per layer to the captures ("balance_loss", "expert_load", "index_loss", ...).
         """
-        step = self._step(tokens_BT, None, count_B, origin_BT)
+        step = self._step(tokens_BT, None, count_B, origin_BT, replay_BT)
         walk, _ = self._walk(tokens_BT, None, step, capture)
         walk = dataclasses.replace(walk, learning=learning)
         flow = self._embed(tokens_BT, None, capture)
@@ -236,7 +239,12 @@ class Model(nnx.Module):
     # ---- pieces ----
 
     def _step(
-        self, tokens_BT: jax.Array, cache: Cache | None, count_B: jax.Array, origin_BT: jax.Array | None = None
+        self,
+        tokens_BT: jax.Array,
+        cache: Cache | None,
+        count_B: jax.Array,
+        origin_BT: jax.Array | None = None,
+        replay_BT: jax.Array | None = None,
     ) -> Step:
         config, (batch, tokens) = self.config, tokens_BT.shape
         start_B = jnp.zeros(batch, jnp.int32) if cache is None else cache.length_B
@@ -249,6 +257,9 @@ class Model(nnx.Module):
         if origin_BT is not None:
             position_BT, first_BT = position_BT - origin_BT, jnp.maximum(first_BT, origin_BT)
         decoder_first_BT = jnp.maximum(first_BT, (history - start_B + seen_from_B)[:, None])
+        if replay_BT is not None:
+            replayed_BT = jnp.where(offset >= replay_BT, replay_BT + history, 0)
+            decoder_first_BT = jnp.maximum(decoder_first_BT, replayed_BT)
         image_BT = (
             tokens_BT == config.image_token_id if config.has_vision and config.image_token_id is not None else None
         )

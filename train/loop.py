@@ -200,7 +200,7 @@ class _Run:
         optimizer = make_optimizer(parts.trained, choice, config, settings.optimizer, settings.run.steps)
         segments = data_.segments_of(config, settings.data.tokens)
         self.step = make_step(prepared.together, optimizer, config, settings.loss, settings.optimizer, segments)
-        self.evaluation = make_evaluation(prepared.together, config, settings.loss, segments)
+        self.evaluation = make_evaluation(prepared.together, settings.loss, segments)
         self.state = TrainState.start(parts, optimizer)
         self.rate = schedule(settings.optimizer, settings.run.steps)
         self.flops = flops_per_token(config, parts, settings.data.tokens)

@@ -125,7 +125,7 @@ def train_one(
     optimizer = make_optimizer(parts.trained, Choice(), config, settings, steps)
     loss = LossSettings(index=1.0 if index_loss else 0.0, remat="none")
     step = make_step(together, optimizer, config, loss, settings, 1)
-    evaluate = make_evaluation(together, config, loss, 1)
+    evaluate = make_evaluation(together, loss, 1)
     state = TrainState.start(parts, optimizer)
     rng, test_rng = np.random.default_rng(seed + 1), np.random.default_rng(seed + 1_000_003)
     test, needles = task.draw(test_rng, 128)

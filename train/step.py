@@ -72,6 +72,8 @@ class LossSettings:
     lm, index, balance: weights of the terms; index and draft losses of weight 0 are not computed. Both train parameters that no
         other term reaches, so that their weights matter for sums and clipping more than for what is learned.
     index_teacher, index_domain: see `IndexLoss`.
+    replay: share of documents, drawn anew every step, that are computed as serving replays them: from a random place on, the
+        decoder's windows begin there, as if everything before had gone through the encoder alone.
     chunk: vocabulary entries whose logits exist at once, 0 for the default.
     remat: what the backward computes again instead of keeping: "none", "layer" or "group".
     draft: of the draft head, see `DraftLossSettings`.
@@ -80,6 +82,7 @@ class LossSettings:
     lm: float = 1.0
     index: float = 1.0
     balance: float = 1e-4
+    replay: float = 0.0
     index_teacher: str = "served"
     index_domain: str = "selected"
     chunk: int = 0
@@ -88,9 +91,11 @@ class LossSettings:
     draft: DraftLossSettings = dataclasses.field(default_factory=DraftLossSettings)
 
     def __post_init__(self) -> None:
-        for name in ("lm", "index", "balance"):
+        for name in ("lm", "index", "balance", "replay"):
             if getattr(self, name) < 0:
                 raise ValueError(f"{name}={getattr(self, name)} must not be negative")
+        if self.replay > 1 or self.replay < 0:
+            raise ValueError(f"replay={self.replay} must lie between 0 and 1")
         if self.remat not in ("none", "layer", "group"):
             raise ValueError(f"remat={self.remat!r} must be 'none', 'layer' or 'group'")
         self.index_loss()
@@ -119,6 +124,7 @@ def losses(model: Model, batch: Batch, settings: LossSettings, segments: int, ke
         jnp.full(batch_rows, tokens, jnp.int32),
         learning=learning,
         origin_BT=batch.origin,
+        replay_BT=replay_starts(batch, settings.replay, segments, key) if settings.replay else None,
         capture=frozenset({"main_hidden"} if drafts else ()),
     )
     flat = (batch_rows * tokens,)
@@ -155,6 +161,17 @@ def losses(model: Model, batch: Batch, settings: LossSettings, segments: int, ke
             sums[name] = jnp.stack([seen[name][layer] for layer in selecting])
         sums["index"] = jnp.sum(sums["index_loss"])
     return sums
+
+
+def replay_starts(batch: Batch, share: float, segments: int, key: jax.Array) -> jax.Array:
+    """Where in its row each token's document is replayed from, int32 [B, T]; the row's width where it is not."""
+    rows, tokens = batch.tokens.shape
+    numbers = jnp.arange(segments)
+    length_BS = jnp.sum(batch.segment[..., None] == numbers, axis=1)
+    chosen, place = jax.random.uniform(jax.random.fold_in(key, 1), (2, rows, segments))
+    start_BS = jnp.where(chosen < share, (place * length_BS).astype(jnp.int32), tokens)
+    start_BT = jnp.take_along_axis(start_BS, jnp.maximum(batch.segment, 0), axis=1)
+    return jnp.minimum(start_BT + batch.origin, tokens)
 
 
 def objective(sums: Sums, settings: LossSettings, predicted: jax.Array, tokens: jax.Array) -> jax.Array:
@@ -237,11 +254,12 @@ def make_step(
 
 
 def make_evaluation(
-    together: Callable[[Arrays], Model], config: ModelConfig, losses_: LossSettings, segments: int
+    together: Callable[[Arrays], Model], losses_: LossSettings, segments: int
 ) -> Callable[[Arrays, Batch], dict[str, jax.Array]]:
     """(arrays, batch [B, T]) -> metrics, with the attention that selections catch measured over all visible entries."""
-    del config
-    everything = dataclasses.replace(losses_, index_domain="visible", index=losses_.index or 1.0, remat="none")
+    everything = dataclasses.replace(
+        losses_, index_domain="visible", index=losses_.index or 1.0, remat="none", replay=0.0
+    )
 
     def evaluate(arrays: Arrays, batch: Batch) -> dict[str, jax.Array]:
         sums = losses(together(arrays), batch, everything, segments, jax.random.key(0))

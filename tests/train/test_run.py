@@ -325,7 +325,7 @@ def test_adapters_on_the_recorded_fp8_checkpoint_lower_a_held_out_loss(tmp_path:
         prepared = prepare(settings)
         assert all(name.endswith((".lora_a", ".lora_b")) for name in prepared.parts.trained)
         evaluation = make_evaluation(
-            prepared.together, prepared.config, settings.loss, segments_of(prepared.config, settings.data.tokens)
+            prepared.together, settings.loss, segments_of(prepared.config, settings.data.tokens)
         )
         before = evaluate(evaluation, prepared.parts.all(), prepared.held_out)
         after = run(settings)
