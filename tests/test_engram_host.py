@@ -19,19 +19,29 @@ from csa2_jax.conversion.convert import convert
 from csa2_jax.engram import hash_rows, history_ids
 from csa2_jax.engram_host import HostRows, _Runs
 from csa2_jax.safetensors_io import CheckpointError
+from tests import random_checkpoint as rc
 from tests.golden_sets import materialise
-from tests.small_models import quick_compilation
+from tests.small_models import MINI_KNOBS, quick_compilation
 
 SET = "tiny8_f32_noqat"
 ROOT = Path(__file__).resolve().parents[1]
 
 
+@pytest.fixture(scope="module")
+def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Three layers with two n-gram memories: quick to compile in the many shapes of an engine."""
+    config = rc.random_config(0, quantisable=True, **MINI_KNOBS | {"engram_layers": (0, 1)})
+    return rc.write_checkpoint(
+        tmp_path_factory.mktemp("host") / "release", config, rc.random_tensors(config, 1, "bf16")
+    )
+
+
 @pytest.fixture(scope="module", params=["release", "converted"])
-def directory(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def directory(request: pytest.FixtureRequest, small: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     if request.param == "release":
-        return materialise(SET)
+        return small
     target = tmp_path_factory.mktemp("host") / "orbax"
-    convert(materialise(SET), target, piece_bytes=2048)  # several files per table
+    convert(small, target, piece_bytes=2048)  # several files per table
     return target
 
 
@@ -50,22 +60,25 @@ def test_tables_on_the_host_give_the_same_logits_to_the_bit(directory: Path) -> 
     assert len(on_host.host_tables) == 2
     held = [".".join(map(str, key)) for key, _ in nnx.to_flat_state(on_host.structure.state(on_host.state))]
     assert not [path for path in held if path.startswith("engram_tables")]
-    ids = tokens(on_device)
     with quick_compilation():
+        ids = tokens(on_device)
         found, expected = (np.asarray(forward(bound, ids).logits) for bound in (on_host, on_device))
-        np.testing.assert_array_equal(found, expected)
-        logits = []
-        for bound in (on_device, on_host):
-            cache = init_cache(bound.config, 2, 48, "f32")
-            out, cache = prefill(bound, ids, cache, chunk=16)
-            step, _ = forward(bound, ids[:, :1], cache)
-            logits.append((np.asarray(out.logits), np.asarray(step.logits)))
-        for one, two in zip(*logits, strict=True):
-            np.testing.assert_array_equal(one, two)
+    np.testing.assert_array_equal(found, expected)
 
 
-def test_engine_and_generation_work_on_tables_of_the_host() -> None:
-    on_device, on_host = models(materialise(SET))
+def test_a_prompt_in_chunks_and_a_step_behind_it_read_tables_of_the_host(small: Path) -> None:
+    found = []
+    for bound in models(small):
+        with quick_compilation():
+            out, cache = prefill(bound, tokens(bound), init_cache(bound.config, 2, 48, "f32"), chunk=16)
+            step, _ = forward(bound, tokens(bound)[:, :1], cache)
+        found.append((np.asarray(out.logits), np.asarray(step.logits)))
+    for one, two in zip(*found, strict=True):
+        np.testing.assert_array_equal(one, two)
+
+
+def test_engine_and_generation_work_on_tables_of_the_host(small: Path) -> None:
+    on_device, on_host = models(small)
     prompts = [tokens(on_device)[0, :19].tolist(), tokens(on_device)[1, :7].tolist()]
     with quick_compilation():
         texts: list[Any] = [
@@ -95,9 +108,9 @@ def test_rows_found_on_the_host_are_those_hashed_on_the_device() -> None:
         np.testing.assert_array_equal(table.rows_of(ids, 5), np.asarray(expected)[:, 7:])
 
 
-def test_prefill_reads_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_prefill_reads_ahead(small: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The rows of a chunk are asked for in the background while the chunk before is computed."""
-    _, bound = models(materialise(SET))
+    _, bound = models(small)
     ids, asked, done = tokens(bound, 40), [], threading.Event()
     table = bound.host_tables[0]
     real = HostRows._touch

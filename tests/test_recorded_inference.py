@@ -27,9 +27,20 @@ SETS = {  # by name: cache, widths of calls (the last is the longest sequence)
     "twin40_f32_noqat": ("f32", (1, CHUNK, 384)),
     "twin40_fp8": ("packed", (1, CHUNK, 384)),
 }
-every_set = pytest.mark.parametrize("name", SETS)
+# Forty layers take an hour to compile in all the shapes that these tests want.
+TWIN = pytest.mark.exhaustive
+every_set = pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=() if name.startswith("tiny8") else TWIN) for name in SETS]
+)
 small_sets = pytest.mark.parametrize("name", [name for name in SETS if name.startswith("tiny8")])
-rounded_sets = pytest.mark.parametrize("name", [name for name, (storage, _) in SETS.items() if storage == "packed"])
+rounded_sets = pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=() if name.startswith("tiny8") else TWIN)
+        for name, (storage, _) in SETS.items()
+        if storage == "packed"
+    ],
+)
 
 
 def few(examples: int) -> Any:

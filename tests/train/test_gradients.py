@@ -166,7 +166,7 @@ def test_gradients_are_those_of_finite_differences_in_float64() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("remat", ["layer", "group"])
+@pytest.mark.parametrize("remat", ["layer", pytest.param("group", marks=pytest.mark.exhaustive)])
 def test_computing_again_changes_no_gradient(remat: Any) -> None:
     value, jacobian = found("packed")
     with quick_compilation():
