@@ -243,8 +243,8 @@ def make_step(
         new = jax.tree.map(lambda a, b: jnp.where(finite, a, b), new, old)
         report = _report(sums, predicted, tokens) | {
             "loss": loss,
-            "gradient_norm": optax.global_norm(grads),
-            "update_norm": optax.global_norm(updates),
+            "gradient_norm": optax.tree.norm(grads),
+            "update_norm": optax.tree.norm(updates),
             "broken": broken,
             "finite": finite,
         }
