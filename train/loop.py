@@ -154,19 +154,19 @@ def _stores(settings: Settings, config: ModelConfig, told: Callable[[str], None]
 def run(settings: Settings) -> dict[str, float]:
     """Train; returns the last evaluation. Raises TrainingError, CheckpointsError, and ValueError for what was wrong before."""
     out = settings.path(settings.run.out)
-    _same_settings(settings, out)
+    now = _same_settings(settings, out)
     progress = Progress(0, settings.run.steps)
     try:
         prepared = prepare(settings, progress.say)
+        _write_settings(out, now)  # only now: what could not start leaves nothing to go on with
         with contextlib.closing(Checkpoints(out / "checkpoints", settings.checkpoints)) as checkpoints:
             return _Run(prepared, checkpoints, progress, out).go()
     finally:
         progress.stop()
 
 
-def _same_settings(settings: Settings, out: Path) -> None:
-    """Refuse to go on with a run that was begun otherwise; write down how this one was."""
-    out.mkdir(parents=True, exist_ok=True)
+def _same_settings(settings: Settings, out: Path) -> dict[str, Any]:
+    """What makes the numbers of this run; refuses to go on with one that was begun otherwise."""
     content = {k: v for k, v in dataclasses.asdict(settings).items() if k != "base"}
     for section, names in _FREE.items():
         content[section] = {k: v for k, v in content[section].items() if names is not None and k not in names}
@@ -185,10 +185,14 @@ def _same_settings(settings: Settings, out: Path) -> None:
                 f"{out} holds a run that was begun otherwise: {', '.join(changed)}. Take the settings back, choose another "
                 "run.out, or remove that folder"
             )
-    else:
-        part = path.with_suffix(".part")
-        part.write_text(json.dumps(now, indent=1) + "\n", encoding="utf-8")
-        os.replace(part, path)
+    return now
+
+
+def _write_settings(out: Path, now: dict[str, Any]) -> None:
+    out.mkdir(parents=True, exist_ok=True)
+    part = (out / SAVED_SETTINGS).with_suffix(".part")
+    part.write_text(json.dumps(now, indent=1) + "\n", encoding="utf-8")
+    os.replace(part, out / SAVED_SETTINGS)
 
 
 class _Run:

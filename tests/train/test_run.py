@@ -201,7 +201,6 @@ def test_a_dry_run_shows_where_every_parameter_goes(folder: Path, capsys: pytest
         "adamw",
     ):
         assert words in shown
-    assert "8 x 64" not in shown
     assert "2 x 4 rows of 64 tokens = 512 tokens" in shown
     assert not (folder / "out" / "checkpoints").exists()
 
@@ -319,7 +318,8 @@ def test_adapters_on_the_recorded_fp8_checkpoint_lower_a_held_out_loss(tmp_path:
         (tmp_path / f"{name}.jsonl").write_text("\n".join(json.dumps({"text": t}) for t in texts))
     (tmp_path / "run.toml").write_text(LORA)
     settings: Settings = read_settings(tmp_path / "run.toml")
-    from train.loop import evaluate, make_evaluation, prepare, run, segments_of
+    from train.data import segments_of
+    from train.loop import evaluate, make_evaluation, prepare, run
 
     with quick_compilation():
         prepared = prepare(settings)

@@ -67,7 +67,7 @@ def test_router_biases_move_by_the_rate_against_the_load_of_the_whole_batch() ->
     with quick_compilation():
         state, _ = step(fresh(), cut(batch(), 2))
     before, after = fresh().loads["layers.ffn.gate.bias"], state.loads["layers.ffn.gate.bias"]
-    moved = np.asarray(after - before)
+    moved = np.asarray(after - before, np.float64)
     assert set(np.round(moved.ravel(), 6).tolist()) <= {-0.01, 0.0, 0.01}
     assert moved.any()
     np.testing.assert_allclose(moved.sum(axis=-1), 0, atol=1e-7)  # of two experts one gains what the other loses
