@@ -61,7 +61,8 @@ def oracle(experts_per_token: int = 2) -> OracleModel:
 @functools.partial(jax.jit, static_argnums=(0, 2))
 def _run(graphdef: Any, state: Any, layer: int, x: Any) -> Any:
     merged = nnx.merge(graphdef, state)
-    return take_layer(merged.layers.ffn, layer)(x, layer, None, merged.config, merged.numerics)
+    y, made = take_layer(merged.layers.ffn, layer)(x, layer, None, merged.config, merged.numerics)
+    return y, made["gate_idx"], made["gate_w"]
 
 
 def run(m: Model, layer: int, x: np.ndarray) -> list[np.ndarray]:
@@ -130,10 +131,11 @@ def gate(experts: int, weight: Any = None, bias: Any = None, bias_vl: Any = None
 
 @pytest.mark.smoke
 def test_gate_gives_ties_to_the_lowest_expert() -> None:
-    index, weight = gate(7)(jnp.ones((2, 4)), None, 3, 1.5)
+    index, weight, score = gate(7)(jnp.ones((2, 4)), None, 3, 1.5)
     np.testing.assert_array_equal(index, [[0, 1, 2]] * 2)
     np.testing.assert_allclose(weight, 0.5, rtol=1e-6)
-    index, _ = gate(7, bias=[0, 0, 2, 0, 0, 2, 0])(jnp.ones((1, 4)), None, 3, 1.5)
+    np.testing.assert_allclose(score, np.full((2, 7), score[0, 0]))
+    index, _, _ = gate(7, bias=[0, 0, 2, 0, 0, 2, 0])(jnp.ones((1, 4)), None, 3, 1.5)
     np.testing.assert_array_equal(index, [[2, 5, 0]])
 
 
@@ -141,26 +143,26 @@ def test_gate_bias_moves_the_choice_and_not_the_weight() -> None:
     rows = np.array([[2.0, 0, 0, 0], [1.0, 0, 0, 0], [-1.0, 0, 0, 0]])
     x = jnp.array([[1.0, 0, 0, 0]])
     score = np.sqrt(np.log1p(np.exp(rows[:, 0])))
-    index, weight = gate(3, rows, bias=[-9, 0, 0])(x, None, 2, 1.5)
+    index, weight, _ = gate(3, rows, bias=[-9, 0, 0])(x, None, 2, 1.5)
     np.testing.assert_array_equal(index, [[1, 2]])
     np.testing.assert_allclose(weight[0], 1.5 * score[1:] / score[1:].sum(), rtol=1e-6)
-    _, single = gate(3, rows)(x, None, 1, 1.5)
+    _, single, _ = gate(3, rows)(x, None, 1, 1.5)
     np.testing.assert_allclose(single[0, 0], 1.5 * score[0], rtol=1e-6)
 
 
 def test_gate_uses_bias_vl_for_image_tokens_only() -> None:
     module = gate(4, bias=[5, 0, 0, 0], bias_vl=[0, 0, 0, 5])
-    index, weight = module(jnp.ones((3, 4)), jnp.array([False, True, False]), 2, 1.5)
+    index, weight, _ = module(jnp.ones((3, 4)), jnp.array([False, True, False]), 2, 1.5)
     np.testing.assert_array_equal(index, [[0, 1], [3, 0], [0, 1]])
     np.testing.assert_allclose(weight, 0.75, rtol=1e-6)
-    index, _ = module(jnp.ones((1, 4)), None, 2, 1.5)  # no image anywhere
+    index, _, _ = module(jnp.ones((1, 4)), None, 2, 1.5)  # no image anywhere
     np.testing.assert_array_equal(index, [[0, 1]])
 
 
 def test_gate_survives_large_logits() -> None:
     """softplus(200) is 200, softplus(-200) almost 0; neither overflows."""
     rows = np.array([[200.0, 0, 0, 0], [-200.0, 0, 0, 0]])
-    _, weight = gate(2, rows)(jnp.array([[1.0, 0, 0, 0]]), None, 2, 1.5)
+    _, weight, _ = gate(2, rows)(jnp.array([[1.0, 0, 0, 0]]), None, 2, 1.5)
     np.testing.assert_allclose(weight, [[1.5, 0]], atol=1e-6)
 
 
