@@ -2,7 +2,7 @@
 #
 #   make demo     look at a recorded checkpoint, check the model against its recording, generate from it
 #   make test     formatting, lint, types, and the whole test suite, compiling the kernels for TPUs and GPUs that are not there
-#   make test-all  and what the suite leaves out because it takes hours: more devices to compile for, larger models
+#   make test-all  and what the suite leaves out to stay short: more devices to compile for, the models of forty layers
 #   make bench    on a GPU or TPU, the kernels against XLA; on a CPU, XLA against NumPy (BENCH_ARGS=--help tells more)
 #
 # PYTHON=... chooses the interpreter, PYTEST_ARGS=... is handed to pytest, VENV=... is where things are installed. The compilers for

@@ -27,7 +27,7 @@ SETS = {  # by name: cache, widths of calls (the last is the longest sequence)
     "twin40_f32_noqat": ("f32", (1, CHUNK, 384)),
     "twin40_fp8": ("packed", (1, CHUNK, 384)),
 }
-# Forty layers take an hour to compile in all the shapes that these tests want.
+# Forty layers are slow to compile in all the shapes that these tests want; those of eight have all the modes.
 TWIN = pytest.mark.exhaustive
 every_set = pytest.mark.parametrize(
     "name", [pytest.param(name, marks=() if name.startswith("tiny8") else TWIN) for name in SETS]

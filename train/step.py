@@ -87,14 +87,13 @@ class LossSettings:
     index_domain: str = "selected"
     chunk: int = 0
     remat: Remat = "layer"
-
     draft: DraftLossSettings = dataclasses.field(default_factory=DraftLossSettings)
 
     def __post_init__(self) -> None:
-        for name in ("lm", "index", "balance", "replay"):
+        for name in ("lm", "index", "balance"):
             if getattr(self, name) < 0:
                 raise ValueError(f"{name}={getattr(self, name)} must not be negative")
-        if self.replay > 1 or self.replay < 0:
+        if not 0 <= self.replay <= 1:
             raise ValueError(f"replay={self.replay} must lie between 0 and 1")
         if self.remat not in ("none", "layer", "group"):
             raise ValueError(f"remat={self.remat!r} must be 'none', 'layer' or 'group'")
