@@ -215,7 +215,7 @@ def index_query(monkeypatch: pytest.MonkeyPatch) -> Any:
     x = jnp.zeros((1, WIDTH, 64))
     keys = jnp.zeros((1, 1, 4, WIDTH))
     rows = jnp.asarray(rows_of_basis(32)[None])
-    module(rows, x, keys, 0, 2, None, False, tokens_at(POSITION), config(), NUMERICS, False)
+    module(rows, x, keys, 0, 2, None, False, tokens_at(POSITION), config(), NUMERICS)
     return seen[0][0, :, 1]
 
 

@@ -15,6 +15,7 @@ import collections
 import dataclasses
 import json
 import os
+import resource
 import threading
 from collections.abc import Mapping
 from pathlib import Path
@@ -38,7 +39,7 @@ STAMP: Final = "exported_from.json"
 _CACHE_BYTES: Final = 256 << 20
 _TRAVELS: Final = ("*.json", "*.txt", "*.md", "*.model", "*.jinja", "LICENSE*")
 _LARGEST_COMPANION: Final = 100_000_000  # bytes
-_MAPPED: Final = 64  # files of a table at a time; two tables with their scales stay well below the usual 1,024
+_MAPPED: Final = 64  # files of tables at a time, and at most an eighth of what the process may open
 FORMAT: Final = {"format": "csa2-jax stacked parameters", "version": 1}
 
 
@@ -91,11 +92,13 @@ class _Maps:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._mapped: collections.OrderedDict[Path, np.ndarray] = collections.OrderedDict()
+        may_open, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+        self._most = _MAPPED if may_open == resource.RLIM_INFINITY else max(1, min(_MAPPED, may_open // 8))
 
     def get(self, path: Path, shape: tuple[int, ...]) -> np.ndarray:
         with self._lock:
             if path not in self._mapped:
-                while len(self._mapped) >= _MAPPED:
+                while len(self._mapped) >= self._most:
                     self._mapped.popitem(last=False)  # closed when the last reader lets it go
                 self._mapped[path] = np.memmap(path, np.uint8, "r", shape=shape)
             self._mapped.move_to_end(path)
