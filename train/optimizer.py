@@ -1,7 +1,8 @@
 """Optimizers: Muon for matrices, AdamW for vectors, Sinkhorn-balanced momentum for tables of embeddings.
 
     muon      m = b m + g;  u = NewtonSchulz(g + b m) per matrix, times 0.2 sqrt(max(out, in)): its root mean square is about 0.2
-    sinkhorn  m = b m + g;  u = g + b m with rows and columns scaled to a root mean square of 1, alternately, times 0.2
+    sinkhorn  as Muon with, instead of NewtonSchulz, rows and columns scaled to a root mean square of 1, alternately, and a
+              factor of 0.2; in steps without a gradient for a row, the row and its momentum stay
     adamw     as Adam, decoupled decay
 
 so that one learning rate serves all three (the update of AdamW has a root mean square of 0.2 to 0.4). Gradients are clipped by
@@ -142,18 +143,33 @@ class SinkhornState(NamedTuple):
 
 
 def sinkhorn_momentum(momentum: float, iterations: int) -> optax.GradientTransformation:
-    """Momentum whose rows and columns are balanced; rows that never had a gradient stay where they are."""
+    """Momentum whose rows and columns are balanced; a row stays, and its momentum with it, in steps that it has no gradient in.
+
+    Balancing would bring what is left of an old gradient to full length: an id seen once would move on for hundreds of steps. Where
+    every row has a gradient, as in batches of the size that the release was trained with, this is plain momentum.
+    """
 
     def init(params: Any) -> SinkhornState:
         return SinkhornState(jax.tree.map(jnp.zeros_like, params))
 
     def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, SinkhornState]:
         del params
-        held = jax.tree.map(lambda m, g: momentum * m + g, state.momentum, updates)
-        ahead = jax.tree.map(lambda m, g: balance(g + momentum * m, iterations) * _RMS, held, updates)
-        return ahead, SinkhornState(held)
+
+        def hold(m: jax.Array, g: jax.Array) -> jax.Array:
+            return jnp.where(seen(g), momentum * m + g, m)
+
+        def move(m: jax.Array, g: jax.Array) -> jax.Array:
+            return balance(jnp.where(seen(g), g + momentum * m, 0.0), iterations) * _RMS
+
+        held = jax.tree.map(hold, state.momentum, updates)
+        return jax.tree.map(move, held, updates), SinkhornState(held)
 
     return optax.GradientTransformation(init, update)
+
+
+def seen(gradient: jax.Array) -> jax.Array:
+    """Rows that are not all zero, bool [..., 1]."""
+    return jnp.any(gradient != 0, axis=-1, keepdims=True)
 
 
 def balance(matrix: jax.Array, iterations: int) -> jax.Array:
@@ -162,7 +178,7 @@ def balance(matrix: jax.Array, iterations: int) -> jax.Array:
     A row's share of the columns' mean is that of the rows that are not zero, so that a batch that touches few ids moves those as
     far as one that touches all.
     """
-    row_there = jnp.any(matrix != 0, axis=-1, keepdims=True)
+    row_there = seen(matrix)
     rows = jnp.maximum(jnp.sum(row_there), 1)
     tiny = jnp.finfo(jnp.float32).tiny
 

@@ -119,6 +119,22 @@ def test_balanced_updates_have_even_rows_and_columns_and_leave_unseen_rows() -> 
     del state
 
 
+def test_a_row_stays_in_steps_without_a_gradient_for_it_and_goes_on_with_its_momentum() -> None:
+    transform = sinkhorn_momentum(0.9, 5)
+    first, second = np.random.default_rng(2).standard_normal((2, 6, 4)).astype(np.float32)
+    without = first.copy()
+    without[2] = 0
+    state = transform.init({"w": jnp.zeros((6, 4))})
+    _, state = transform.update({"w": jnp.asarray(second)}, state)
+    moved, between = transform.update({"w": jnp.asarray(without)}, state)
+    assert not np.asarray(moved["w"])[2].any()
+    assert np.asarray(moved["w"])[[0, 1, 3, 4, 5]].all()
+    moved, _ = transform.update({"w": jnp.asarray(first)}, between)
+    momentum = 0.9 * second[2] + first[2]
+    direction = np.asarray(moved["w"])[2] / (first[2] + 0.9 * momentum)
+    assert (direction > 0).all()  # balancing scales each number by its row and column
+
+
 @pytest.mark.parametrize("name", ["cosine", "linear", "wsd", "constant"])
 def test_schedules_start_at_the_warm_up_and_end_where_they_say(name: str) -> None:
     settings = OptimizerSettings(peak=1e-2, end=1e-3, warmup=10, schedule=name)  # type: ignore[arg-type]
