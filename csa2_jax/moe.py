@@ -14,6 +14,7 @@ from flax import nnx
 from jax import lax
 
 from csa2_jax.config import ModelConfig
+from csa2_jax.expert_blocks import BlockRows, expert_blocks
 from csa2_jax.layers import ExpertParam, Linear, ParamFactory, linear, round_rows
 from csa2_jax.numerics import Numerics, einsum
 
@@ -118,30 +119,18 @@ class MoE(nnx.Module):
         if pairs == self.topk and plain:
             return self._few(x_nD, index_nk, weight_nk, layer, config, numerics)
 
-        def expert(x_nD: jax.Array, w_n: jax.Array, e: jax.Array) -> jax.Array:
-            def product(x: jax.Array, w: Linear) -> jax.Array:
-                scale = None if w.scale is None else w.scale[layer, e]
-                y = linear(x, w.weight[layer, e], scale, numerics, w.round_operand)
-                return numerics.cast(w.adapted(y, x, numerics, (layer, e)))
-
-            w1, w2, w3 = self.experts.w1, self.experts.w2, self.experts.w3
-            h = swiglu(product(x_nD, w1), product(x_nD, w3), w_n, config.swiglu_limit, numerics)
-            return product(h, w2)
-
         # One token's experts are all different, so its blocks need no more than one row.
         size = 1 if x_nD.shape[0] == 1 else _block_size(pairs, self.num_experts)
-        row_of_pair, pair_of_row, expert_of_block = _sort_by_expert(index_nk.reshape(-1), self.num_experts, size)
-        blocks = expert_of_block.shape[0]
-        topk = index_nk.shape[1]
+        rows = _sort_by_expert(index_nk.reshape(-1), self.num_experts, size)
+        graph, state = nnx.split(self.experts)
+        leaves, tree = jax.tree.flatten(state)
 
-        def run_block(_: None, block: tuple[jax.Array, jax.Array]) -> tuple[None, jax.Array]:
-            pair, e = block
-            tokens, weights = x_nD[pair // topk], weight_nk.reshape(-1)[pair]
-            skip = lambda: jnp.zeros((size, x_nD.shape[1]), numerics.dtype)  # noqa: E731
-            return None, lax.cond(e < self.num_experts, lambda: expert(tokens, weights, e), skip)
+        def expert(leaves: list[jax.Array], x_nD: jax.Array, weight_n: jax.Array) -> jax.Array:
+            one = nnx.merge(graph, jax.tree.unflatten(tree, leaves))
+            g, u = one.w1(x_nD, numerics), one.w3(x_nD, numerics)
+            return one.w2(swiglu(g, u, weight_n, config.swiglu_limit, numerics), numerics)
 
-        _, y = lax.scan(run_block, None, (pair_of_row.reshape(blocks, size), expert_of_block))
-        return y.reshape(blocks * size, -1)[row_of_pair].reshape(*index_nk.shape, -1)
+        return expert_blocks(expert, leaves, layer, self.num_experts, x_nD, weight_nk, rows)
 
     def _few(
         self,
@@ -178,11 +167,10 @@ def _block_size(pairs: int, experts: int) -> int:
     return 8 if share <= 8 else min(-(-share // 32) * 32, 512)
 
 
-def _sort_by_expert(expert_p: jax.Array, experts: int, size: int) -> tuple[jax.Array, jax.Array, jax.Array]:
+def _sort_by_expert(expert_p: jax.Array, experts: int, size: int) -> BlockRows:
     """Lay (token, expert) pairs out by expert, each expert's rows padded to whole blocks of `size`.
 
-    Returns (row of each pair, pair of each row (padding repeats pair 0), expert of each block, `experts` for unused blocks). The
-    number of blocks is a static bound: every expert may leave one block partly filled, and no block is empty.
+    The number of blocks is a static bound: every expert may leave one block partly filled, and no block is empty.
     """
     pairs = expert_p.shape[0]
     blocks = min(-(-pairs // size) + experts, pairs)
@@ -198,4 +186,4 @@ def _sort_by_expert(expert_p: jax.Array, experts: int, size: int) -> tuple[jax.A
     used = jnp.sum(blocks_of)
     block = jnp.arange(blocks)
     owner = jnp.searchsorted(jnp.cumsum(blocks_of), block, side="right").astype(jnp.int32)
-    return row_of_pair, pair_of_row, jnp.where(block < used, owner, experts)
+    return BlockRows(row_of_pair, pair_of_row.reshape(blocks, size), jnp.where(block < used, owner, experts))

@@ -221,15 +221,13 @@ def test_moe_clamps_routed_and_shared_experts_in_value_and_gradient(part: str, t
 
     weight = 1.5 if part == "routed" else 1.0  # two equal experts share the routed weight of 1.5
 
-    # One compilation for both directions.
+    # One compilation for both.
     @jax.jit
-    def both_ways(scale: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-        value, slope = jax.jvp(y_of, (scale,), (jnp.ones_like(scale),))
-        return value, slope, jax.vjp(y_of, scale)[1](jnp.ones(width))[0]
+    def both(scale: jax.Array) -> tuple[jax.Array, jax.Array]:
+        return y_of(scale), jax.jacrev(y_of)(scale)
 
-    value, slope, back = both_ways(jnp.float32(1.0))
+    value, slope = both(jnp.float32(1.0))
     by_g, by_u = expected_slopes(GATE, UP)
     np.testing.assert_allclose(value, weight * expected_h(GATE, UP), rtol=1e-5)
     np.testing.assert_allclose(slope, weight * (by_g * GATE + by_u * UP), rtol=1e-4, atol=1e-17)
-    np.testing.assert_allclose(back, weight * (by_g * GATE + by_u * UP).sum(), rtol=1e-4)
     assert float(slope[0]) == 0.0
