@@ -60,10 +60,10 @@ bench: $(READY)
 	$(BIN)/python benchmarks/kernels.py $(BENCH_ARGS)
 
 test: lint aot-compilers
-	JAX_PLATFORMS=$${JAX_PLATFORMS:-cpu} $(BIN)/python -m pytest -n 2 --dist worksteal -m "not exhaustive" $(PYTEST_ARGS)
+	$(BIN)/python -m tests.suite $(PYTEST_ARGS)
 
 test-all: lint aot-compilers
-	JAX_PLATFORMS=$${JAX_PLATFORMS:-cpu} $(BIN)/python -m pytest -n 2 --dist worksteal $(PYTEST_ARGS)
+	$(BIN)/python -m tests.suite --exhaustive $(PYTEST_ARGS)
 
 smoke: $(READY)
 	JAX_PLATFORMS=$${JAX_PLATFORMS:-cpu} $(BIN)/python -m pytest -n 2 --dist worksteal -m smoke $(PYTEST_ARGS)

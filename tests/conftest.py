@@ -10,12 +10,22 @@ import pytest
 OPTIMISED = ("test_recordings", "test_cli_check", "test_compile")
 
 
+def optimised(module):
+    return module.__name__.rpartition(".")[2] in OPTIMISED
+
+
+def pytest_collection_modifyitems(items):
+    """Mark them: `make test` runs them apart, without the flags that it gives the rest."""
+    for item in items:
+        if optimised(item.module):
+            item.add_marker(pytest.mark.optimised)
+
+
 @pytest.fixture(autouse=True, scope="module")
 def quick_compilation(request):
     """Few compiler passes for the module's tests (a quarter less time to compile; the program's meaning is the same)."""
     before = jax.config.read("jax_disable_most_optimizations")
-    quick = request.module.__name__.rpartition(".")[2] not in OPTIMISED
-    jax.config.update("jax_disable_most_optimizations", quick or before)
+    jax.config.update("jax_disable_most_optimizations", before or not optimised(request.module))
     yield
     jax.config.update("jax_disable_most_optimizations", before)
 
