@@ -15,7 +15,7 @@ from jax import lax
 
 from csa2_jax.config import ModelConfig
 from csa2_jax.expert_blocks import BlockRows, expert_blocks
-from csa2_jax.layers import ExpertParam, Linear, ParamFactory, linear, round_rows
+from csa2_jax.layers import ExpertParam, Linear, ParamFactory, round_rows
 from csa2_jax.numerics import Numerics, einsum
 
 
