@@ -2,9 +2,9 @@
 
     python -m tests.suite [--exhaustive] [arguments of pytest]
 
-Compiling is most of what the tests do. Without fusion emitters and in one piece, a CPU program takes a third of the time to compile
-(measured on a model of five layers: 3.2 s of CPU time instead of 10.5) and means the same. The modules that are to see what users
-run (marked `optimised` by conftest.py) run first, without these flags.
+Compiling is most of what the tests do. Without fusion emitters and in one piece, a CPU program takes a third of the time to
+compile (measured on a model of five layers: 3.2 s of CPU time instead of 10.5) and means the same. The modules that are to see
+what users run (marked `optimised` by conftest.py) run first, without these flags.
 """
 
 from __future__ import annotations
@@ -25,7 +25,9 @@ def main(arguments: list[str]) -> int:
     environment = {"JAX_PLATFORMS": "cpu"} | os.environ
     quick = environment | {"XLA_FLAGS": f"{FLAGS} {os.environ.get('XLA_FLAGS', '')}".strip()}
     if not accepted(quick):
-        print("this jaxlib does not know the flags that compile quickly: the suite takes about twice as long", flush=True)
+        print(
+            "this jaxlib does not know the flags that compile quickly: the suite takes about twice as long", flush=True
+        )
         quick = environment
     marks = "" if exhaustive else " and not exhaustive"
     found = [run(f"optimised{marks}", rest, environment), run(f"not optimised{marks}", rest, quick)]

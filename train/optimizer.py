@@ -145,8 +145,8 @@ class SinkhornState(NamedTuple):
 def sinkhorn_momentum(momentum: float, iterations: int) -> optax.GradientTransformation:
     """Momentum whose rows and columns are balanced; a row stays, and its momentum with it, in steps that it has no gradient in.
 
-    Balancing would bring what is left of an old gradient to full length: an id seen once would move on for hundreds of steps. Where
-    every row has a gradient, as in batches of the size that the release was trained with, this is plain momentum.
+    Balancing would bring what is left of an old gradient to full length: an id seen once would move on for hundreds of steps.
+    Where every row has a gradient, as in batches of the size that the release was trained with, this is plain momentum.
     """
 
     def init(params: Any) -> SinkhornState:
