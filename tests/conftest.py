@@ -7,7 +7,7 @@ import jax
 import pytest
 
 # The decisive comparisons and the looks at compiled programs run with what users run with.
-OPTIMISED = ("test_recordings", "test_cli_check", "test_compile")
+OPTIMISED = ("test_recordings_optimised", "test_compile")
 
 
 def optimised(module):

@@ -56,8 +56,8 @@ def _assert_kept(verdicts, pooled: dict[str, Pooled]):
     assert broken == []
 
 
-@pytest.mark.parametrize("name", [pytest.param(SETS[0], marks=pytest.mark.smoke), *SETS[1:]])
-def test_run_agrees_with_the_recording(name):
+def run_agrees(name):
+    """A whole run against its recording."""
     recording, model = _load(name)
     comparisons = list(compare_end_to_end(recording, model))
     pooled = pool(comparisons)
@@ -74,12 +74,22 @@ def test_run_agrees_with_the_recording(name):
     _assert_kept(judge_end_to_end(recording, pooled), pooled)
 
 
-@pytest.mark.parametrize("name", SETS)
-def test_modules_agree_from_recorded_inputs(name):
+def modules_agree(name):
+    """Modules, each from its recorded inputs."""
     recording, model = _load(name)
     pooled = pool(compare_modules(recording, model))
     assert set(pooled) >= MODULES | DRAFTED
     _assert_kept(judge_modules(recording, pooled), pooled)
+
+
+@pytest.mark.parametrize("name", [pytest.param(SETS[0], marks=pytest.mark.smoke), *SETS[1:]])
+def test_run_agrees_with_the_recording(name):
+    run_agrees(name)
+
+
+@pytest.mark.parametrize("name", SETS)
+def test_modules_agree_from_recorded_inputs(name):
+    modules_agree(name)
 
 
 def test_gates_fail_on_one_wrong_choice_and_on_nan():
