@@ -55,7 +55,7 @@ ROOMS = (
     ("block",),
     ("attention", "moe", "engram", "residual", "learning"),
     ("indexer", "compressor", "engram_host"),
-    ("layers", "rope", "formats", "state", "numerics", "calls", "structure"),
+    ("layers", "rope", "formats", "state", "numerics", "calls", "structure", "expert_blocks"),
     ("config",),
     ("plan", "ngram"),
     ("dims",),
