@@ -416,7 +416,7 @@ print("equal")
 
 def test_doors_give_the_same_on_two_devices() -> None:
     """Rows of the batch on different devices; in a process of its own, because the number of devices is fixed early."""
-    flags = "--xla_force_host_platform_device_count=2"
+    flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=2"
     environment = {**os.environ, "XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT)}
     result = subprocess.run(
         [sys.executable, "-c", _TWO_DEVICES], env=environment, capture_output=True, text=True, timeout=300, check=False

@@ -31,13 +31,14 @@ from train.documents import BYTES, Store, find_files, open_store
 from train.flops import device_peak, flops_per_token
 from train.optimizer import make_optimizer, schedule
 from train.parameters import Parts, take_apart
+from train.placement import Placement
 from train.report import METRICS, PICTURE, Metrics, Progress, draw_curves, line, read_metrics
 from train.settings import Settings
 from train.step import Arrays, Batch, TrainState, broken_parameters, make_evaluation, make_step
 
 SAVED_SETTINGS = "settings.json"
 # What may change between the parts of a run without changing its numbers.
-_FREE = {"run": ("out", "log_every", "evaluate_every", "evaluate_batches", "tensorboard"), "checkpoints": None}
+_FREE = {"run": ("out", "mesh", "log_every", "evaluate_every", "evaluate_batches", "tensorboard"), "checkpoints": None}
 
 
 class TrainingError(RuntimeError):
@@ -54,6 +55,7 @@ class Prepared:
     parts: Parts
     batches: data_.Batches
     held_out: list[Batch]
+    placement: Placement
     beside: tuple[Path, ...]  # files that go with the exported model
 
 
@@ -88,6 +90,7 @@ def prepare_model(settings: Settings) -> Model:
 
 def prepare(settings: Settings, told: Callable[[str], None] = lambda text: None) -> Prepared:
     """Model and data of a run; every error of the settings comes out here."""
+    placement = Placement.parse(settings.run.mesh, settings.data.rows)
     model = prepare_model(settings)
     config = model.config
     if settings.data.tokens > config.max_position_embeddings:
@@ -108,9 +111,10 @@ def prepare(settings: Settings, told: Callable[[str], None] = lambda text: None)
         settings,
         config,
         together,
-        parts,
+        placement.parts(parts),
         data_.Batches(rows, settings.data),
-        data_.held_out_batches(out_rows, settings.data, settings.run.evaluate_batches),
+        [placement.batch(b) for b in data_.held_out_batches(out_rows, settings.data, settings.run.evaluate_batches)],
+        placement,
         tuple(p for p in (_tokenizer_path(settings), _model_folder(settings) / TOKEN_MAP_FILE) if p is not None),
     )
 
@@ -203,9 +207,17 @@ class _Run:
         choice = settings.choice()
         optimizer = make_optimizer(parts.trained, choice, config, settings.optimizer, settings.run.steps)
         segments = data_.segments_of(config, settings.data.tokens)
-        self.step = make_step(prepared.together, optimizer, config, settings.loss, settings.optimizer, segments)
+        self.state = prepared.placement.state(TrainState.start(parts, optimizer))
+        self.step = make_step(
+            prepared.together,
+            optimizer,
+            config,
+            settings.loss,
+            settings.optimizer,
+            segments,
+            shardings=prepared.placement.shardings(self.state),
+        )
         self.evaluation = make_evaluation(prepared.together, settings.loss, segments)
-        self.state = TrainState.start(parts, optimizer)
         self.rate = schedule(settings.optimizer, settings.run.steps)
         self.flops = flops_per_token(config, parts, settings.data.tokens)
         self.peak = device_peak(settings.model.compute_dtype)
@@ -256,7 +268,7 @@ class _Run:
 
     def _one(self, step: int, metrics: Metrics) -> None:
         began = time.perf_counter()
-        batch = next(self.prepared.batches)
+        batch = self.prepared.placement.batch(next(self.prepared.batches))
         self.state, found = self.step(self.state, batch)
         if not bool(found["finite"]):
             raise self._broken(step, batch, found)

@@ -68,6 +68,7 @@ class RunSettings:
     train, freeze: shell patterns on dotted paths, instead of and on top of the recipe.
     export: how the trained model is written to out/model at the end, in the release's layout ("" not at all); of a run with
         adapters those are written, to out/adapters.
+    mesh: devices by axis, "data=2,model=4": rows go over "data", parameters as `csa2_jax.sharding` says. "" for one device.
     evaluate_every: steps between evaluations on held-out data, 0 for the end only; evaluate_batches: most batches of one.
     """
 
@@ -77,6 +78,7 @@ class RunSettings:
     recipe: str = ""
     train: tuple[str, ...] = ()
     freeze: tuple[str, ...] = ()
+    mesh: str = ""
     log_every: int = 10
     evaluate_every: int = 200
     evaluate_batches: int = 8

@@ -194,10 +194,12 @@ def make_step(
     losses_: LossSettings,
     optimizer_: OptimizerSettings,
     segments: int,
+    *,
+    shardings: Any = None,
 ) -> Step:
     """The compiled step: (state, batch [A, B, T]) -> (next state, metrics). Consumes the state.
 
-    segments: documents that a row may hold at most.
+    segments: documents that a row may hold at most. shardings: of the next state, a tree like it (by default the compiler's).
     """
     if (loss := losses_.index_loss()) is not None:
         loss.check(config.plan)
@@ -249,7 +251,7 @@ def make_step(
         }
         return dataclasses.replace(new, frozen=state.frozen), report
 
-    return jax.jit(step, donate_argnums=0)
+    return jax.jit(step, donate_argnums=0, out_shardings=None if shardings is None else (shardings, None))
 
 
 def make_evaluation(

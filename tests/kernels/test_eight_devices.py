@@ -69,7 +69,7 @@ print("equal")
 
 @pytest.mark.parametrize("implementation", ["xla", "pallas_tpu", "pallas_gpu"])
 def test_doors_give_the_same_on_eight_devices(implementation: str) -> None:
-    flags = "--xla_force_host_platform_device_count=8"
+    flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=8"
     environment = {**os.environ, "XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT), "NPROC": "32"}
     result = subprocess.run(
         [sys.executable, "-c", _SCRIPT, implementation],
