@@ -8,6 +8,7 @@ roundings and with what packed caches keep.
 from __future__ import annotations
 
 import functools
+from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
@@ -27,20 +28,20 @@ SETS = {  # by name: cache, widths of calls (the last is the longest sequence)
     "twin40_f32_noqat": ("f32", (1, CHUNK, 384)),
     "twin40_fp8": ("packed", (1, CHUNK, 384)),
 }
-# Forty layers are slow to compile in all the shapes that these tests want; those of eight have all the modes.
-TWIN = pytest.mark.exhaustive
-every_set = pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=() if name.startswith("tiny8") else TWIN) for name in SETS]
-)
-small_sets = pytest.mark.parametrize("name", [name for name in SETS if name.startswith("tiny8")])
-rounded_sets = pytest.mark.parametrize(
-    "name",
-    [
-        pytest.param(name, marks=() if name.startswith("tiny8") else TWIN)
-        for name, (storage, _) in SETS.items()
-        if storage == "packed"
-    ],
-)
+# Each set wants programs of its own in many shapes, and forty layers are slow to compile: `make test` is content with what is
+# served, eight layers of all modes with their roundings and a packed cache.
+SERVED = "tiny8_f32"
+
+
+def of(names: Iterable[str]) -> Any:
+    return pytest.mark.parametrize(
+        "name", [pytest.param(name, marks=() if name == SERVED else pytest.mark.exhaustive) for name in names]
+    )
+
+
+every_set = of(SETS)
+small_sets = of(name for name in SETS if name.startswith("tiny8"))
+rounded_sets = of(name for name, (storage, _) in SETS.items() if storage == "packed")
 
 
 def few(examples: int) -> Any:
