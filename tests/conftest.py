@@ -9,16 +9,20 @@ import pytest
 # The decisive comparisons and the looks at compiled programs run with what users run with.
 OPTIMISED = ("test_recordings_optimised", "test_compile")
 
+# Tests of minutes begin first, or one process would end long after the other.
+LONG = ("test_run", "test_gradients", "test_eight_devices", "test_kills")
+
 
 def optimised(module):
     return module.__name__.rpartition(".")[2] in OPTIMISED
 
 
 def pytest_collection_modifyitems(items):
-    """Mark them: `make test` runs them apart, without the flags that it gives the rest."""
+    """Mark those, which `make test` runs apart, without the flags that it gives the rest; and the long ones first."""
     for item in items:
         if optimised(item.module):
             item.add_marker(pytest.mark.optimised)
+    items.sort(key=lambda item: item.module.__name__.rpartition(".")[2] not in LONG)
 
 
 @pytest.fixture(autouse=True, scope="module")

@@ -72,7 +72,6 @@ def prepare_model(settings: Settings) -> Model:
     else:
         path = settings.path(chosen.config)
         config = ModelConfig.from_hf(path)
-        folder = path if path.is_dir() else path.parent
         config = dataclasses.replace(config, quantized=False)
         # Master weights are f32 whatever the activations are.
         model = init_model(
@@ -80,7 +79,7 @@ def prepare_model(settings: Settings) -> Model:
             settings.run.seed,
             compute_dtype="float32",
             fake_quant=chosen.fake_quant,
-            token_map=find_token_map(folder, config),
+            token_map=find_token_map(_model_folder(settings), config),
         )
         model.numerics = dataclasses.replace(model.numerics, compute_dtype=chosen.compute_dtype)
     if settings.lora.rank:
@@ -233,6 +232,8 @@ class _Run:
         metrics = Metrics(self.out, start, self.settings.run.tensorboard)
         try:
             with _stop_signals() as asked:
+                if start == 0 and self.settings.run.evaluate_every:
+                    self._evaluate(0, metrics)
                 for step in range(start + 1, steps + 1):
                     self._one(step, metrics)
                     if asked() or self.checkpoints.due(step, steps):
@@ -327,16 +328,20 @@ def find_culprit(together: Callable[[Arrays], Model], state: TrainState, batch: 
     for name, a in arrays.items():
         if jnp.issubdtype(a.dtype, jnp.floating) and not bool(jnp.all(jnp.isfinite(a.astype(jnp.float32)))):
             return f"The parameter {name} holds numbers that are not finite"
-    model = together(arrays)
-    capture = frozenset({"attn_in", "attn_out", "ffn_out"})
-    width = batch.tokens.shape[-1]
+    layers = {"attn_in": "attn_norm", "attn_out": "attn", "ffn_out": "ffn"}
+
+    @jax.jit
+    def finite(arrays: Arrays, one: Batch) -> dict[str, dict[int, jax.Array]]:
+        model = together(arrays)
+        count = jnp.full(one.tokens.shape[0], one.tokens.shape[1], jnp.int32)
+        _, seen = model.trunk(one.tokens, count, origin_BT=one.origin, capture=frozenset(layers))
+        return jax.tree.map(lambda a: jnp.all(jnp.isfinite(a)), {name: seen[name] for name in layers})
+
     for micro in range(batch.tokens.shape[0]):
-        one = jax.tree.map(lambda a, micro=micro: jnp.asarray(a[micro]), batch)
-        count = jnp.full(one.tokens.shape[0], width, jnp.int32)
-        _, seen = model.trunk(one.tokens, count, origin_BT=one.origin, capture=capture)
-        for layer in range(model.config.num_hidden_layers):
-            for name, module in (("attn_in", "attn_norm"), ("attn_out", "attn"), ("ffn_out", "ffn")):
-                if not bool(jnp.all(jnp.isfinite(seen[name][layer]))):
+        good = jax.device_get(finite(arrays, jax.tree.map(lambda a, micro=micro: jnp.asarray(a[micro]), batch)))
+        for layer in sorted(good["attn_in"]):
+            for name, module in layers.items():
+                if not good[name][layer]:
                     return f"The first output that is not finite is that of layers.{module} in layer {layer}"
     names = broken_parameters(list(state.trained), found["broken"])
     if names:

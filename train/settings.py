@@ -69,7 +69,8 @@ class RunSettings:
     export: how the trained model is written to out/model at the end, in the release's layout ("" not at all); of a run with
         adapters those are written, to out/adapters.
     mesh: devices by axis, "data=2,model=4": rows go over "data", parameters as `csa2_jax.sharding` says. "" for one device.
-    evaluate_every: steps between evaluations on held-out data, 0 for the end only; evaluate_batches: most batches of one.
+    evaluate_every: steps between evaluations on held-out data, the first before any step; 0 for the end only.
+    evaluate_batches: most batches of one.
     """
 
     out: str = ""

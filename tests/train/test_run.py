@@ -111,7 +111,7 @@ def command(folder: Path, *changes: str) -> list[str]:
 
 
 def start(folder: Path, *changes: str) -> subprocess.Popen[str]:
-    environment = os.environ | {"JAX_PLATFORMS": "cpu"}
+    environment = os.environ | {"JAX_PLATFORMS": "cpu", "JAX_DISABLE_MOST_OPTIMIZATIONS": "1"}  # quick to compile
     return subprocess.Popen(command(folder, *changes), cwd=ROOT, stderr=subprocess.PIPE, text=True, env=environment)
 
 
@@ -283,7 +283,7 @@ rows = 4
 [run]
 out = "out"
 steps = 30
-evaluate_every = 0
+evaluate_every = 30
 tensorboard = false
 [optimizer]
 peak = 2e-2
@@ -318,18 +318,13 @@ def test_adapters_on_the_recorded_fp8_checkpoint_lower_a_held_out_loss(tmp_path:
         (tmp_path / f"{name}.jsonl").write_text("\n".join(json.dumps({"text": t}) for t in texts))
     (tmp_path / "run.toml").write_text(LORA)
     settings: Settings = read_settings(tmp_path / "run.toml")
-    from train.data import segments_of
-    from train.loop import evaluate, make_evaluation, prepare, run
+    from train.loop import prepare, run
 
     with quick_compilation():
-        prepared = prepare(settings)
-        assert all(name.endswith((".lora_a", ".lora_b")) for name in prepared.parts.trained)
-        evaluation = make_evaluation(
-            prepared.together, settings.loss, segments_of(prepared.config, settings.data.tokens)
-        )
-        before = evaluate(evaluation, prepared.parts.all(), prepared.held_out)
-        after = run(settings)
-    assert after["lm"] < 0.7 * before["lm"], (before, after)
+        assert all(name.endswith((".lora_a", ".lora_b")) for name in prepare(settings).parts.trained)
+        run(settings)
+    before, after = (losses(tmp_path)[step, "held out"] for step in (0, 30))
+    assert after < 0.7 * before, (before, after)
     adapted = load_checkpoint(source, compute_dtype="float32", fake_quant=False)
     assert len(load_adapters(adapted, tmp_path / "out" / "adapters")) == 14
     tokens = np.array([[30, 33, 36, 39]])
