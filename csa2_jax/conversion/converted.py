@@ -25,6 +25,7 @@ import numpy as np
 import tensorstore as ts
 
 from csa2_jax.config import ModelConfig
+from csa2_jax.conversion.pieces import Pieces
 from csa2_jax.conversion.stacks import Region, Stack, refuse_nan_scale, stacks_of
 from csa2_jax.conversion.staging import BEGUN
 from csa2_jax.manifest import TensorSpec, release_tensors
@@ -138,6 +139,7 @@ class ConvertedFiles(Entries):
         self.stacks = stacks_of(self.specs, {spec.name: spec for spec in self.specs})
         self._of = {spec.name: spec for spec in self.specs}
         self._arrays = _open(self.directory / PARAMS, self.stacks)
+        self._pieces = {path: Pieces(self.directory / PARAMS / path, array) for path, array in self._arrays.items()}
         self._entries = {
             spec.name: TensorEntry(spec.name, spec.dtype, spec.shape, self._file(spec), 0, spec.nbytes)
             for spec in self.specs
@@ -195,7 +197,8 @@ class ConvertedFiles(Entries):
 
     def _read(self, path: str, index: tuple[Any, ...]) -> np.ndarray:
         try:
-            return np.asarray(self._arrays[path][index].read().result())
+            found = self._pieces[path].read(index)
+            return np.asarray(self._arrays[path][index].read().result()) if found is None else found
         except (ValueError, OSError) as error:
             raise CheckpointError(
                 f"{self.directory / PARAMS / path} cannot be read ({str(error)[:200]}): convert again"
