@@ -42,6 +42,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
             show(settings)
             return 0
+        if argv is None:
+            _keep_programs(settings.path(settings.run.out) / "compiled")
         run(settings)
     except KeyboardInterrupt:
         print("stopped; the same command goes on from the newest checkpoint", file=sys.stderr)
@@ -52,6 +54,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"train: error: {' '.join(str(error).split()) or type(error).__name__}", file=sys.stderr)
         return 1 if isinstance(error, CheckpointsError | TrainingError) else 2
     return 0
+
+
+def _keep_programs(folder: Path) -> None:
+    """Keep compiled programs beside the run, so that it is taken up again within seconds; another place that is set counts."""
+    import jax
+
+    if jax.config.jax_compilation_cache_dir is None:
+        jax.config.update("jax_compilation_cache_dir", str(folder))
 
 
 if __name__ == "__main__":

@@ -232,6 +232,8 @@ class _Run:
         metrics = Metrics(self.out, start, self.settings.run.tensorboard)
         try:
             with _stop_signals() as asked:
+                if start < steps:
+                    self.progress.say("compiling, which takes minutes on a CPU the first time")
                 if start == 0 and self.settings.run.evaluate_every:
                     self._evaluate(0, metrics)
                 for step in range(start + 1, steps + 1):
