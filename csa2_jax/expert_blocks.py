@@ -29,6 +29,28 @@ class BlockRows(NamedTuple):
     expert_of_block_b: jax.Array
 
 
+def sort_by_expert(expert_p: jax.Array, experts: int, size: int) -> BlockRows:
+    """Lay (token, expert) pairs out by expert, each expert's rows padded to whole blocks of `size`.
+
+    The number of blocks is a static bound: every expert may leave one block partly filled, and no block is empty.
+    """
+    pairs = expert_p.shape[0]
+    blocks = min(-(-pairs // size) + experts, pairs)
+    count = jnp.zeros(experts, jnp.int32).at[expert_p].add(1)
+    blocks_of = -(-count // size)
+    first_block = jnp.cumsum(blocks_of) - blocks_of
+    order = jnp.argsort(expert_p, stable=True)
+    sorted_expert = expert_p[order]
+    rank = jnp.arange(pairs) - (jnp.cumsum(count) - count)[sorted_expert]
+    row_sorted = first_block[sorted_expert] * size + rank
+    row_of_pair = jnp.zeros(pairs, jnp.int32).at[order].set(row_sorted.astype(jnp.int32))
+    pair_of_row = jnp.zeros(blocks * size, jnp.int32).at[row_of_pair].set(jnp.arange(pairs, dtype=jnp.int32))
+    used = jnp.sum(blocks_of)
+    block = jnp.arange(blocks)
+    owner = jnp.searchsorted(jnp.cumsum(blocks_of), block, side="right").astype(jnp.int32)
+    return BlockRows(row_of_pair, pair_of_row.reshape(blocks, size), jnp.where(block < used, owner, experts))
+
+
 def expert_blocks(
     expert: Expert,
     leaves: Leaves,

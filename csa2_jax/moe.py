@@ -14,7 +14,7 @@ from flax import nnx
 from jax import lax
 
 from csa2_jax.config import ModelConfig
-from csa2_jax.expert_blocks import BlockRows, expert_blocks
+from csa2_jax.expert_blocks import expert_blocks, sort_by_expert
 from csa2_jax.layers import ExpertParam, Linear, ParamFactory, round_rows
 from csa2_jax.numerics import Numerics, einsum
 
@@ -121,7 +121,7 @@ class MoE(nnx.Module):
 
         # One token's experts are all different, so its blocks need no more than one row.
         size = 1 if x_nD.shape[0] == 1 else _block_size(pairs, self.num_experts)
-        rows = _sort_by_expert(index_nk.reshape(-1), self.num_experts, size)
+        rows = sort_by_expert(index_nk.reshape(-1), self.num_experts, size)
         graph, state = nnx.split(self.experts)
         leaves, tree = jax.tree.flatten(state)
 
@@ -165,25 +165,3 @@ def _block_size(pairs: int, experts: int) -> int:
     """Rows per block: an eighth more than an expert's fair share, so that most experts need one block of mostly real rows."""
     share = -(-9 * pairs // (8 * experts))
     return 8 if share <= 8 else min(-(-share // 32) * 32, 512)
-
-
-def _sort_by_expert(expert_p: jax.Array, experts: int, size: int) -> BlockRows:
-    """Lay (token, expert) pairs out by expert, each expert's rows padded to whole blocks of `size`.
-
-    The number of blocks is a static bound: every expert may leave one block partly filled, and no block is empty.
-    """
-    pairs = expert_p.shape[0]
-    blocks = min(-(-pairs // size) + experts, pairs)
-    count = jnp.zeros(experts, jnp.int32).at[expert_p].add(1)
-    blocks_of = -(-count // size)
-    first_block = jnp.cumsum(blocks_of) - blocks_of
-    order = jnp.argsort(expert_p, stable=True)
-    sorted_expert = expert_p[order]
-    rank = jnp.arange(pairs) - (jnp.cumsum(count) - count)[sorted_expert]
-    row_sorted = first_block[sorted_expert] * size + rank
-    row_of_pair = jnp.zeros(pairs, jnp.int32).at[order].set(row_sorted.astype(jnp.int32))
-    pair_of_row = jnp.zeros(blocks * size, jnp.int32).at[row_of_pair].set(jnp.arange(pairs, dtype=jnp.int32))
-    used = jnp.sum(blocks_of)
-    block = jnp.arange(blocks)
-    owner = jnp.searchsorted(jnp.cumsum(blocks_of), block, side="right").astype(jnp.int32)
-    return BlockRows(row_of_pair, pair_of_row.reshape(blocks, size), jnp.where(block < used, owner, experts))

@@ -7,8 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from csa2_jax.expert_blocks import BlockRows, Leaves, expert_blocks
-from csa2_jax.moe import _sort_by_expert
+from csa2_jax.expert_blocks import BlockRows, Leaves, expert_blocks, sort_by_expert
 
 LAYERS, EXPERTS, WIDTH, TOPK = 3, 5, 4, 2
 
@@ -42,7 +41,7 @@ def test_gradients_are_those_of_experts_that_see_every_token(size: int, tokens: 
     wanted = jnp.asarray(rng.standard_normal((tokens, TOPK, WIDTH)), jnp.float32)
 
     def blocks(w: jax.Array, b: jax.Array, x: jax.Array, weight: jax.Array, layer: jax.Array) -> jax.Array:
-        rows = _sort_by_expert(index.reshape(-1), EXPERTS, size)
+        rows = sort_by_expert(index.reshape(-1), EXPERTS, size)
         assert isinstance(rows, BlockRows)
         return jnp.sum(wanted * expert_blocks(expert, [w, leaves[1], b], layer, EXPERTS, x, weight, rows))
 

@@ -60,7 +60,7 @@ def _keep_programs(folder: Path) -> None:
     """Keep compiled programs beside the run, so that it is taken up again within seconds; another place that is set counts."""
     import jax
 
-    if jax.config.jax_compilation_cache_dir is None:
+    if not os.environ.get("JAX_COMPILATION_CACHE_DIR"):
         jax.config.update("jax_compilation_cache_dir", str(folder))
 
 

@@ -156,10 +156,10 @@ def sinkhorn_momentum(momentum: float, iterations: int) -> optax.GradientTransfo
         del params
 
         def hold(m: jax.Array, g: jax.Array) -> jax.Array:
-            return jnp.where(seen(g), momentum * m + g, m)
+            return jnp.where(touched(g), momentum * m + g, m)
 
         def move(m: jax.Array, g: jax.Array) -> jax.Array:
-            return balance(jnp.where(seen(g), g + momentum * m, 0.0), iterations) * _RMS
+            return balance(jnp.where(touched(g), g + momentum * m, 0.0), iterations) * _RMS
 
         held = jax.tree.map(hold, state.momentum, updates)
         return jax.tree.map(move, held, updates), SinkhornState(held)
@@ -167,7 +167,7 @@ def sinkhorn_momentum(momentum: float, iterations: int) -> optax.GradientTransfo
     return optax.GradientTransformation(init, update)
 
 
-def seen(gradient: jax.Array) -> jax.Array:
+def touched(gradient: jax.Array) -> jax.Array:
     """Rows that are not all zero, bool [..., 1]."""
     return jnp.any(gradient != 0, axis=-1, keepdims=True)
 
@@ -178,7 +178,7 @@ def balance(matrix: jax.Array, iterations: int) -> jax.Array:
     A row's share of the columns' mean is that of the rows that are not zero, so that a batch that touches few ids moves those as
     far as one that touches all.
     """
-    row_there = seen(matrix)
+    row_there = touched(matrix)
     rows = jnp.maximum(jnp.sum(row_there), 1)
     tiny = jnp.finfo(jnp.float32).tiny
 

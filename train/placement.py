@@ -7,6 +7,7 @@ that a run may go on on another mesh than the one it began on (with the numbers 
 from __future__ import annotations
 
 import dataclasses
+import math
 from typing import Any
 
 import jax
@@ -29,10 +30,7 @@ class Placement:
         if not text:
             return cls()
         sizes = parse_mesh(text)
-        count = 1
-        for size in sizes.values():
-            count *= size
-        devices = jax.devices()
+        count, devices = math.prod(sizes.values()), jax.devices()
         if count > len(devices):
             raise ValueError(f"run.mesh={text!r} takes {count} devices, this process has {len(devices)}")
         if rows % sizes.get("data", 1):
@@ -60,8 +58,7 @@ class Placement:
         def put(path: Any, leaf: jax.Array) -> jax.Array:
             names = [key.key for key in path if isinstance(key, jax.tree_util.DictKey)]
             like = next((state.trained[name] for name in names if name in state.trained), None)
-            alike = like is not None and like.shape == leaf.shape
-            return jax.device_put(leaf, like.sharding if alike and like is not None else everywhere)
+            return jax.device_put(leaf, everywhere if like is None or like.shape != leaf.shape else like.sharding)
 
         optimizer = jax.tree.map_with_path(put, state.optimizer)
         return dataclasses.replace(state, step=jax.device_put(state.step, everywhere), optimizer=optimizer)

@@ -31,7 +31,8 @@ class Metrics:
     def _keep_until(self, step: int) -> None:
         if not self.path.exists():
             return
-        kept = [json.dumps(record) for record in read_metrics(self.path) if 0 < step >= record["step"]]
+        records = read_metrics(self.path) if step else []  # a run from the start makes even those of step 0 again
+        kept = [json.dumps(record) for record in records if record["step"] <= step]
         part = self.path.with_suffix(".part")
         part.write_text("".join(line + "\n" for line in kept), encoding="utf-8")
         os.replace(part, self.path)
