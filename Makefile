@@ -1,6 +1,6 @@
 # Everything here sets itself up: a Python of at least 3.11 and a package index are all that is needed.
 #
-#   make demo     look at a recorded checkpoint, check the model against its recording, generate from it
+#   make demo     look at a recorded checkpoint, check the model against its recording, talk with the model that comes along
 #   make test     formatting, lint, types, and the whole test suite, compiling the kernels for TPUs and GPUs that are not there
 #   make test-all  and what the suite leaves out to stay short: more devices to compile for, the models of forty layers
 #   make bench    on a GPU or TPU, the kernels against XLA; on a CPU, XLA against NumPy (BENCH_ARGS=--help tells more)
@@ -72,7 +72,7 @@ demo: $(READY)
 	@mkdir -p build
 	$(BIN)/csa2 inspect $(MODEL) --png build/plan.png
 	$(BIN)/csa2 check $(MODEL)
-	$(BIN)/csa2 generate --model $(MODEL) --prompt-ids 3,14,15,92,65,35 --max-new-tokens 16
+	printf 'What does os.path.join do?\nHow do I call json.dumps?\n/stats\n' | $(BIN)/csa2 chat --temperature 0 --max-new-tokens 96
 
 wheel: $(READY)
 	$(BIN)/python -m pip wheel -qq --disable-pip-version-check --no-deps --wheel-dir dist .

@@ -15,11 +15,12 @@ from typing import Any
 
 from flax import nnx
 
-from benchmarks.inference_counts import active_bytes, flops
+from benchmarks.inference_counts import active_bytes
 from benchmarks.inference_measure import Samples, fit_line, interleave, over_rounds, ratio, reading, seconds
 from benchmarks.inference_models import STORED, Bench, Stored, at_length, filled_cache
 from benchmarks.inference_report import RELEASED_BF16, RELEASED_F32, RELEASED_ON, Report, number, table, wanted
 from csa2_jax import Model, Numerics, Unsupported, forward
+from csa2_jax.counts import flops
 
 TURN = 5  # steps that count
 

@@ -15,11 +15,11 @@ from typing import Any
 import jax
 import numpy as np
 
-from benchmarks.inference_counts import flops
 from benchmarks.inference_measure import PRODUCTS, interleave, over_rounds, products, ratio, scaled, seconds
 from benchmarks.inference_models import DECODERS, Bench, Decoder, warm
 from benchmarks.inference_report import RELEASED_BF16, RELEASED_F32, RELEASED_ON, Report, number, table, wanted
 from csa2_jax import forward, init_cache
+from csa2_jax.counts import flops
 
 
 def measure(bench: Bench) -> Report:

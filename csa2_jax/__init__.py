@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from csa2_jax.bound import Bound, forward
     from csa2_jax.checkpoint import load_checkpoint
     from csa2_jax.config import ModelConfig
+    from csa2_jax.embedded import default_model
     from csa2_jax.engine import Engine, Event
     from csa2_jax.generation import TokenEvent, draft, generate
     from csa2_jax.model import ForwardOutput, Model, init_model
@@ -40,6 +41,7 @@ _HOMES = {
     "Numerics": "csa2_jax.numerics",
     "TokenEvent": "csa2_jax.generation",
     "Unsupported": "kernels_pallas",
+    "default_model": "csa2_jax.embedded",
     "draft": "csa2_jax.generation",
     "forward": "csa2_jax.bound",
     "generate": "csa2_jax.generation",
@@ -61,6 +63,7 @@ __all__ = [
     "Sampling",
     "TokenEvent",
     "Unsupported",
+    "default_model",
     "draft",
     "forward",
     "generate",

@@ -15,16 +15,22 @@ from pathlib import Path
 from typing import Final
 
 from csa2_jax.config import ModelConfig
+from csa2_jax.generations import V4
 from csa2_jax.manifest import TensorSpec, release_tensors
 from csa2_jax.safetensors_io import CheckpointError, TensorEntry, TensorFiles
 
-# Tensors that only DeepSeek-V4 has, and what they are.
+# Tensors that only one generation has, and what they are.
 _V4_TENSORS: Final = (
     (re.compile(r"\.compressor\.ape$"), "the slot bias of V4's overlapping compressor"),
     (re.compile(r"\.indexer\.compressor\."), "the compressor that V4's indexer has of its own"),
     (re.compile(r"(^|\.)hc_head_(fn|base|scale)$"), "V4's head collapse"),
     (re.compile(r"\.gate\.tid2eid$"), "V4's routing by token id"),
     (re.compile(r"^mtp\.\d+\.(e_proj|h_proj|enorm|hnorm)\."), "V4's multi-token prediction"),
+)
+_V41_TENSORS: Final = (
+    (re.compile(r"\.indexer\.(wk|k_norm)\."), "the index key that V4.1 makes from its latent"),
+    (re.compile(r"\.engram\."), "V4.1's n-gram memory"),
+    (re.compile(r"^mtp\.\d+\.(main_proj|main_norm|markov_head|confidence_head)\."), "V4.1's draft head"),
 )
 _QUANTISED: Final = {"F8_E4M3", "I8"}
 
@@ -33,7 +39,7 @@ def account(config: ModelConfig, files: TensorFiles) -> tuple[TensorSpec, ...]:
     """The manifest of `config`, matched with every tensor of `files`; CheckpointError names what does not match."""
     specs = tuple(release_tensors(config))
     where = files.directory
-    _refuse_other_layouts(where, files)
+    _refuse_other_generation(where, config, files)
     wanted = {spec.name: spec for spec in specs}
     _refuse_other_storage(where, config, wanted, files)
     problems = _lost_scales(wanted, files) or _names(wanted, files) or _shapes_and_dtypes(wanted, files)
@@ -42,14 +48,17 @@ def account(config: ModelConfig, files: TensorFiles) -> tuple[TensorSpec, ...]:
     return specs
 
 
-def _refuse_other_layouts(where: Path, files: Mapping[str, TensorEntry]) -> None:
+def _refuse_other_generation(where: Path, config: ModelConfig, files: Mapping[str, TensorEntry]) -> None:
     """Another generation's tensors: one clear sentence instead of thousands of misses."""
+    ours, theirs, patterns = "DeepSeek-V4.1", "DeepSeek-V4", _V4_TENSORS
+    if config.generation is V4:
+        ours, theirs, patterns = theirs, ours, _V41_TENSORS
     for name in files:
-        for pattern, what in _V4_TENSORS:
+        for pattern, what in patterns:
             if pattern.search(name):
                 raise CheckpointError(
-                    f"{where} holds {name}, {what}: this is a DeepSeek-V4 tensor set, but config.json describes "
-                    "DeepSeek-V4.1; use the config.json that came with these weights"
+                    f"{where} holds {name}, {what}: this is a {theirs} tensor set, but config.json describes {ours}; use the "
+                    "config.json that came with these weights"
                 )
 
 

@@ -4,12 +4,14 @@
     o = softmax over {window rows} + {selected pool entries} with a sink per head,  rotated back by the query's position
     y = wo_b concat_g(wo_a[g] o_g),  G groups of consecutive heads
 
-What a FULL or REINDEX layer makes on top (`Compressor`, `Indexer`) is passed in by the block. Source: arXiv 2609.19969 (CSA2).
+What a layer makes on top (`Compressor`, `Indexer`) is passed in by the block. V4's query heads are normalised, and its HCA layers
+read all of their pool that is complete. Sources: arXiv 2609.19969 (CSA2); DeepSeek-V4.
 """
 
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -19,8 +21,8 @@ from jax.ad_checkpoint import checkpoint_name
 from csa2_jax import formats, rope
 from csa2_jax.compressor import Compressor
 from csa2_jax.config import ModelConfig
-from csa2_jax.indexer import Indexer
-from csa2_jax.layers import Linear, ParamFactory, RMSNorm
+from csa2_jax.indexer import Indexer, visible_entries
+from csa2_jax.layers import Linear, ParamFactory, RMSNorm, inverse_rms
 from csa2_jax.numerics import Numerics, einsum
 from csa2_jax.plan import Mode
 from csa2_jax.state import Pool, Step, join_window
@@ -35,8 +37,8 @@ class Role:
     mode: Mode
     ratio: int = 0
     group: jax.Array | int = 0  # pool slot
-    compressor: Compressor | None = None  # FULL
-    indexer: Indexer | None = None  # FULL, REINDEX
+    compressor: Compressor | None = None  # FULL, CSA, HCA
+    indexer: Indexer | None = None  # FULL, REINDEX, CSA
     makes_candidates: bool = False
     reads_candidates: bool = False
     in_decoder: bool = False
@@ -94,8 +96,10 @@ class Attention(nnx.Module):
             seen["latent"] = latent_BEH
             if "group_rows" in capture and role.ratio > 1:
                 seen["group_rows"] = jnp.stack(role.compressor.rows(x_BTD, numerics))  # type: ignore[arg-type]
+            if "key_group_rows" in capture and role.compressor.keys is not None:
+                seen["key_group_rows"] = jnp.stack(role.compressor.keys.rows(x_BTD, numerics))  # type: ignore[arg-type]
         qr_BTR = self.query_input(x_BTD, config, numerics)
-        if role.indexer is not None and shared.pool is not None:
+        if role.indexer is not None and shared.pool is not None and shared.pool.key_GBPJ is not None:
             selection_BTK, made, index_seen = role.indexer(
                 qr_BTR,
                 x_BTD,
@@ -125,15 +129,15 @@ class Attention(nnx.Module):
         rows_BSH = join_window(history_BWH, kv_BTH)
         first_BT = step.decoder_first_BT if role.in_decoder else step.first_BT
         window = {"window": config.sliding_window, "scale": config.head_dim**-0.5, **numerics.kernels}
+        pool_GBPH = shared.pool.kv_GBPH if reads_pool and shared.pool is not None else None
+        selected: dict[str, Any] = {}
+        if role.mode is Mode.HCA:
+            end_BT, begin_BT = visible_entries(step, role.ratio)
+            selected["span_BT"] = (jnp.zeros_like(end_BT) if begin_BT is None else begin_BT, end_BT)
+        elif pool_GBPH is not None:
+            selected["selection_BTK"] = shared.selection_BTK
         o_BTNH, lse_BTN = sparse_attention(
-            q_BTNH,
-            rows_BSH,
-            first_BT,
-            self.attn_sink[...],
-            shared.pool.kv_GBPH if reads_pool and shared.pool is not None else None,
-            role.group,
-            shared.selection_BTK if reads_pool and shared.pool is not None else None,
-            **window,
+            q_BTNH, rows_BSH, first_BT, self.attn_sink[...], pool_GBPH, role.group, **selected, **window
         )
         if "window_lse" in capture:  # what the pool's part of a softmax is held against, whichever entries that reads
             _, seen["window_lse"] = sparse_attention(q_BTNH, rows_BSH, first_BT, self.attn_sink[...], **window)
@@ -146,8 +150,10 @@ class Attention(nnx.Module):
         return self.q_norm(self.wq_a(x_BTD, numerics), config.rms_norm_eps, numerics)
 
     def query(self, qr_BTR: jax.Array, rotation: rope.Table, config: ModelConfig, numerics: Numerics) -> jax.Array:
-        """Rotated queries [B, T, N, H]; no per-head norm."""
+        """Rotated queries [B, T, N, H], in V4 each head normalised."""
         q = self.wq_b(qr_BTR, numerics).reshape(*qr_BTR.shape[:2], config.num_attention_heads, config.head_dim)
+        if config.generation.query_norm:
+            q = numerics.cast(q.astype(jnp.float32) * inverse_rms(q.astype(jnp.float32), config.rms_norm_eps))
         return rope.rotate(q, rope.over_heads(rotation))
 
     def window_kv(self, x_BTD: jax.Array, rotation: rope.Table, config: ModelConfig, numerics: Numerics) -> jax.Array:
@@ -169,7 +175,7 @@ def window_kv(
 ) -> jax.Array:
     """fp8(rope(kv_norm(wkv x))): window rows [B, T, H] of a layer or of a draft stage."""
     kv = kv_norm(wkv(x_BTD, numerics), config.rms_norm_eps, numerics)
-    return numerics.fake(rope.rotate(kv, rotation), formats.WINDOW)
+    return numerics.fake(rope.rotate(kv, rotation), formats.window_format(config))
 
 
 def _widen(candidates_BTC: jax.Array, shape: tuple[int, ...]) -> jax.Array:

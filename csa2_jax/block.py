@@ -54,7 +54,9 @@ class Block(nnx.Module):
             return y_BTD, (kv_BTH, made, seen)
 
         x_BTSD, pre_BTS, (kv_BTH, shared, seen) = self.around_attention(x_BTSD, pre_BTS, attend, config, numerics)
-        x_BTSD, pre_BTS, made = self.feed_forward(x_BTSD, pre_BTS, layer, step.image_BT, config, numerics)
+        x_BTSD, pre_BTS, made = self.feed_forward(
+            x_BTSD, pre_BTS, layer, step.image_BT, config, numerics, step.tokens_BT
+        )
         made |= {"hidden": x_BTSD, "pre_mix": pre_BTS}
         seen |= {name: value for name, value in made.items() if name in capture}
         return x_BTSD, pre_BTS, kv_BTH, shared, seen
@@ -89,11 +91,12 @@ class Block(nnx.Module):
         image_BT: jax.Array | None,
         config: ModelConfig,
         numerics: Numerics,
+        tokens_BT: jax.Array | None = None,
     ) -> tuple[jax.Array, jax.Array, dict[str, jax.Array]]:
         """The feed-forward sub-layer: (streams, pre for the next layer, what can be captured)."""
 
         def feed(h_BTD: jax.Array) -> tuple[jax.Array, dict[str, jax.Array]]:
-            y_BTD, made = self.ffn(h_BTD, layer, image_BT, config, numerics)
+            y_BTD, made = self.ffn(h_BTD, layer, image_BT, config, numerics, tokens_BT)
             return y_BTD, {"ffn_in": h_BTD, "ffn_out": y_BTD} | made
 
         return self.around_feed_forward(x_BTSD, pre_BTS, feed, config, numerics)
@@ -108,8 +111,10 @@ def _around(
     config: ModelConfig,
     numerics: Numerics,
 ) -> tuple[jax.Array, jax.Array, R]:
-    """Mixes, collapse, norm, sub-layer, update, in that order; `pre_BTS` comes from the sub-layer before."""
+    """Mixes, collapse, norm, sub-layer, update, in that order; `pre_BTS` comes from the sub-layer before, in V4 from its own."""
     pre_next, post, comb = hyper(x_BTSD, config)
+    if not config.generation.deferred_pre:
+        pre_BTS = pre_next
     h_BTD = norm(collapse(x_BTSD, pre_BTS, numerics), config.rms_norm_eps, numerics)
     y_BTD, rest = sublayer(h_BTD)
     return update(x_BTSD, y_BTD, post, comb, numerics), pre_next, rest

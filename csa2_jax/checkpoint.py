@@ -20,9 +20,9 @@ from flax import nnx
 from csa2_jax.config import ModelConfig
 from csa2_jax.conversion.converted import ConvertedFiles
 from csa2_jax.conversion.opening import open_checkpoint
-from csa2_jax.conversion.stacks import Stack, group_by_path
+from csa2_jax.conversion.stacks import Absent, Stack, group_by_path
 from csa2_jax.engram_host import HostRows
-from csa2_jax.manifest import TensorSpec
+from csa2_jax.manifest import TensorSpec, absent_slots
 from csa2_jax.model import Model, ngram_arrays
 from csa2_jax.numerics import ComputeDtype, Implementation, Numerics, WeightStorage
 from csa2_jax.placing import place
@@ -86,7 +86,7 @@ def load_checkpoint(
     abstract = nnx.eval_shape(lambda: Model(config, numerics=numerics, **options))
     graphdef, state = nnx.split(abstract)
     with jax.ensure_compile_time_eval():  # a first load inside somebody's jit gives arrays to keep, not tracers
-        _fill(state, specs, files, ngram_arrays(config, token_map), mesh, rules)
+        _fill(state, specs, absent_slots(config), files, ngram_arrays(config, token_map), mesh, rules)
     return nnx.merge(graphdef, state)
 
 
@@ -103,9 +103,23 @@ def host_rows(
     return tables
 
 
+def _check_experts(stack: Stack, files: TensorFiles | ConvertedFiles, experts: int) -> None:
+    """A wrong id would route to another expert without a word: the tables are small enough to look at first."""
+    for index, source in stack.sources.items():
+        table = stack.read(
+            files, tuple(slice(i, i + 1) for i in index) + (slice(None),) * (len(stack.shape) - len(index))
+        )
+        if table.size and not 0 <= table.min() <= table.max() < experts:
+            raise CheckpointError(
+                f"{files.directory}: {source.weight.name} holds the expert ids {table.min()} to {table.max()}, the model has "
+                f"{experts} experts: the file is damaged, {files.remedy}"
+            )
+
+
 def _fill(
     state: nnx.State,
     specs: tuple[TensorSpec, ...],
+    absent: Absent,
     files: TensorFiles | ConvertedFiles,
     derived: Mapping[str, np.ndarray],
     mesh: jax.sharding.Mesh | None,
@@ -117,12 +131,14 @@ def _fill(
         where = None if mesh is None else jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
         targets.pop(path).set_value(jax.device_put(values, where))  # derived, not stored
     stacks = [
-        Stack(path, targets[path].shape, targets[path].dtype, sources)
+        Stack(path, targets[path].shape, targets[path].dtype, sources, absent.get(path, frozenset()))
         for path, sources in group_by_path(specs, targets).items()
     ]
     total = sum(source.nbytes for stack in stacks for source in stack.sources.values())
     with byte_progress("loading weights", total, least=_PROGRESS_FROM) as advance:
         for stack in stacks:
+            if stack.path == "layers.ffn.by_token":
+                _check_experts(stack, files, targets["layers.ffn.gate.weight"].shape[1])
             if mesh is None:
                 array = jax.device_put(stack.read(files, advance=advance), may_alias=False)
             else:

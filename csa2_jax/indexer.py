@@ -1,4 +1,4 @@
-"""The indexer of a FULL or REINDEX layer: which pool entries, and which candidate blocks, each query may read.
+"""The indexer of a layer that selects: which pool entries, and which candidate blocks, each query may read.
 
     query = fp4(rope(wq_b qr)) [I, J],  w = weights_proj(x) * (I * J)**-0.5,  score = sum_i relu(query_i . key) w_i
 
@@ -17,7 +17,7 @@ from jax import lax
 from csa2_jax import formats, rope
 from csa2_jax.config import ModelConfig
 from csa2_jax.layers import Linear, ParamFactory
-from csa2_jax.numerics import Numerics
+from csa2_jax.numerics import Numerics, hadamard
 from csa2_jax.state import Step
 from kernels_pallas import index_scores, index_select
 from kernels_pallas.storage import Entries
@@ -74,7 +74,10 @@ class Indexer(nnx.Module):
         qr_BTR, x_BTD = lax.stop_gradient((qr_BTR, x_BTD))
         heads, width = config.index_n_heads, config.index_head_dim
         q_BTIJ = self.wq_b(qr_BTR, numerics).reshape(*qr_BTR.shape[:2], heads, width)
-        q_BTIJ = numerics.fake(rope.rotate(q_BTIJ, rope.over_heads(step.rope_pool)), formats.INDEX)
+        q_BTIJ = rope.rotate(q_BTIJ, rope.over_heads(step.rope_pool))
+        if config.generation.hadamard:  # keys are turned alike: scores change by their roundings alone
+            q_BTIJ = hadamard(q_BTIJ)
+        q_BTIJ = numerics.fake(q_BTIJ, formats.INDEX)
         scale = jnp.float32(width**-0.5 * heads**-0.5)
         return q_BTIJ, numerics.cast(self.weights_proj(x_BTD, numerics).astype(jnp.float32) * scale)
 

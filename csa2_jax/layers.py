@@ -26,17 +26,24 @@ class ExpertParam(nnx.Param):
     """A routed-expert stack: `take_layer` leaves it whole, because a slice would copy every expert of the layer."""
 
 
+class Unstacked(nnx.Variable):
+    """A table that is not one per layer: `take_layer` leaves it whole."""
+
+
 @dataclasses.dataclass
 class ParamFactory:
     """Makes the parameters of a model: abstract or zero without `key`, randomly initialised with it.
 
     plain: dtype of unquantised weights. quantised: whether fp8 / fp4 linears keep their stored codes and scales.
     round_operands: whether fp8 / fp4 linears round their operand; that belongs to the model, stored or dequantised.
+    tile: rows and columns of an fp8 weight with one scale. operand_group: channels of an operand with one.
     """
 
     plain: jnp.dtype
     quantised: bool
     round_operands: bool = False
+    tile: int = 32
+    operand_group: int = 32
     key: jax.Array | None = None
     std: float = 0.02
 
@@ -69,6 +76,7 @@ class Linear(nnx.Module):
         kind: type[nnx.Param] = nnx.Param,
     ) -> None:
         self.round_operand = make.round_operands and storage in ("fp8", "fp4")
+        self.tile, self.operand_group = make.tile, make.operand_group
         quantised = make.quantised and storage in ("fp8", "fp4")
         if quantised and make.key is not None:
             raise ValueError(
@@ -80,7 +88,8 @@ class Linear(nnx.Module):
             self.scale: nnx.Param | None = nnx.data(None)
         elif storage == "fp8":
             self.weight = kind(jnp.zeros((*stack, out_features, in_features), jnp.float8_e4m3fn))
-            self.scale = kind(jnp.zeros((*stack, -(-out_features // 32), -(-in_features // 32)), jnp.uint8))
+            tiles = (-(-out_features // make.tile), -(-in_features // make.tile))
+            self.scale = kind(jnp.zeros((*stack, *tiles), jnp.uint8))
         else:
             self.weight = kind(jnp.zeros((*stack, out_features, in_features // 2), jnp.uint8))
             self.scale = kind(jnp.zeros((*stack, out_features, -(-in_features // 32)), jnp.uint8))
@@ -92,7 +101,7 @@ class Linear(nnx.Module):
     def __call__(self, x: jax.Array, numerics: Numerics) -> jax.Array:
         """x [..., in] -> [..., out], cast to the compute dtype."""
         scale = None if self.scale is None else self.scale[...]
-        y = linear(x, self.weight[...], scale, numerics, self.round_operand)
+        y = linear(x, self.weight[...], scale, numerics, self.round_operand, self.tile, self.operand_group)
         return numerics.cast(self.adapted(y, x, numerics))
 
     def adapted(self, y: jax.Array, x: jax.Array, numerics: Numerics, at: tuple = ()) -> jax.Array:
@@ -104,7 +113,7 @@ class Linear(nnx.Module):
 
     def plain(self, dtype: jnp.dtype) -> jax.Array:
         """The weight [..., out, in] as numbers, adapter included."""
-        weight = dequantise(self.weight[...], None if self.scale is None else self.scale[...], dtype)
+        weight = dequantise(self.weight[...], None if self.scale is None else self.scale[...], dtype, self.tile)
         if self.lora_a is None or self.lora_b is None:
             return weight
         low_rank = self.lora_scale * einsum("...nr,...rk->...nk", self.lora_b[...], self.lora_a[...])
@@ -117,27 +126,30 @@ def linear(
     scale: jax.Array | None,
     numerics: Numerics,
     round_operand: bool | None = None,
+    tile: int = 32,
+    operand_group: int = 32,
 ) -> jax.Array:
     """x [..., K] times weight [N, K] transposed, f32 [..., N].
 
     `round_operand` (by default: if the weight has a scale) takes effect when roundings are on.
-    A quantised weight is multiplied as the released GEMM does: x rounded to fp8 in groups of 32 along K (when roundings are
-    on), a dot product per 32-wide block of K, times (activation scale * weight scale), blocks added in f32 in ascending order.
+    A quantised weight is multiplied as the released GEMM does: x rounded to fp8 in groups of `operand_group` along K (when
+    roundings are on), a dot product per block of K with one scale (of `tile` for fp8, of 32 for fp4), times (activation scale *
+    weight scale), blocks added in f32 in ascending order.
     Its gradient with respect to x is that of the dequantised weight (straight through the rounding); codes have none.
     """
     rounds = scale is not None if round_operand is None else round_operand
     if scale is not None:
-        return _quantised_product(numerics.fake_quant and rounds, x, weight, scale)
-    return product(round_rows(x, rounds, numerics), weight.astype(x.dtype))
+        return _quantised_product((numerics.fake_quant and rounds, tile, operand_group), x, weight, scale)
+    return product(round_rows(x, rounds, numerics, operand_group), weight.astype(x.dtype))
 
 
-def round_rows(x: jax.Array, rounds: bool, numerics: Numerics) -> jax.Array:
-    """The operand of a linear that rounds it, where roundings are on: fp8 in groups of 32 along K."""
+def round_rows(x: jax.Array, rounds: bool, numerics: Numerics, group: int = 32) -> jax.Array:
+    """The operand of a linear that rounds it, where roundings are on: fp8 in groups along K."""
     if not (rounds and numerics.fake_quant):
         return x
     width = x.shape[-1]
-    padded = jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, -width % formats.OPERAND.group)])
-    return formats.fake_quantise(padded, formats.OPERAND)[..., :width]
+    padded = jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, -width % group)])
+    return formats.fake_quantise(padded, formats.operand(group))[..., :width]
 
 
 def product(x: jax.Array, weight: jax.Array) -> jax.Array:
@@ -154,23 +166,28 @@ def product(x: jax.Array, weight: jax.Array) -> jax.Array:
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _quantised_product(round_operand: bool, x: jax.Array, weight: jax.Array, scale: jax.Array) -> jax.Array:
+def _quantised_product(how: tuple[bool, int, int], x: jax.Array, weight: jax.Array, scale: jax.Array) -> jax.Array:
+    round_operand, tile, group = how
     elements = formats.unpack_e2m1(weight) if weight.dtype == jnp.uint8 else weight.astype(jnp.float32)
     out, width = elements.shape
-    blocks = -(-width // 32)
     exponent_NB = formats.e8m0_exponent(scale)
-    if weight.dtype != jnp.uint8:  # one scale per 32 x 32 tile
-        exponent_NB = jnp.repeat(exponent_NB, 32, axis=0)[:out]
-    pad = blocks * 32 - width
+    size = 32 if weight.dtype == jnp.uint8 else tile  # of a block along K
+    if weight.dtype != jnp.uint8:  # one scale per tile
+        exponent_NB = jnp.repeat(exponent_NB, tile, axis=0)[:out]
+    padded = -(-width // max(size, group)) * max(size, group)
+    blocks, pad = padded // size, padded - width
+    exponent_NB = jnp.pad(exponent_NB, ((0, 0), (0, blocks - exponent_NB.shape[1])))
     x = jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, pad)])
     # e4m3 and e2m1 elements are exact in bf16, whose products accelerators add in f32 at full speed.
     elements = jnp.pad(elements, ((0, 0), (0, pad))).astype(jnp.bfloat16 if round_operand else x.dtype)
-    elements_NBk = elements.reshape(out, blocks, 32)
+    elements_NBk = elements.reshape(out, blocks, size)
     if round_operand:
-        rows, exponent = formats.quantise(x, formats.OPERAND)
+        rows, exponent = formats.quantise(x, formats.operand(group))
         rows = rows.astype(jnp.bfloat16)
+        exponent = jnp.repeat(exponent, blocks // exponent.shape[-1], axis=-1)
     else:
-        rows, exponent = x.reshape(*x.shape[:-1], blocks, 32), None
+        rows, exponent = x, None
+    rows = rows.reshape(*x.shape[:-1], blocks, size)
 
     def add_block(block: jax.Array | int, total: jax.Array) -> jax.Array:
         row = lax.dynamic_index_in_dim(rows, block, axis=rows.ndim - 2, keepdims=False)
@@ -188,28 +205,30 @@ def _quantised_product(round_operand: bool, x: jax.Array, weight: jax.Array, sca
     return lax.fori_loop(0, blocks, add_block, total)
 
 
-def _quantised_product_fwd(round_operand: bool, x: jax.Array, weight: jax.Array, scale: jax.Array) -> tuple:
+def _quantised_product_fwd(how: tuple, x: jax.Array, weight: jax.Array, scale: jax.Array) -> tuple:
     # An empty array carries x's dtype to the backward pass.
-    return _quantised_product(round_operand, x, weight, scale), (weight, scale, jnp.zeros(0, x.dtype))
+    return _quantised_product(how, x, weight, scale), (weight, scale, jnp.zeros(0, x.dtype))
 
 
-def _quantised_product_bwd(round_operand: bool, residuals: tuple, g: jax.Array) -> tuple:
+def _quantised_product_bwd(how: tuple, residuals: tuple, g: jax.Array) -> tuple:
     weight, scale, like = residuals
-    plain = dequantise(weight, scale, jnp.dtype(jnp.float32))
+    plain = dequantise(weight, scale, jnp.dtype(jnp.float32), how[1])
     return einsum("...n,nk->...k", g, plain).astype(like.dtype), None, None
 
 
 _quantised_product.defvjp(_quantised_product_fwd, _quantised_product_bwd)
 
 
-def dequantise(weight: jax.Array, scale: jax.Array | None, dtype: jnp.dtype) -> jax.Array:
-    """A stored weight as plain numbers of `dtype`: fp8 [..., N, K] with a scale per 32 x 32 tile, or per row and 32 columns."""
+def dequantise(weight: jax.Array, scale: jax.Array | None, dtype: jnp.dtype, tile: int = 32) -> jax.Array:
+    """A stored weight as plain numbers of `dtype`: fp8 [..., N, K] with a scale per tile, or with one per row and 32 columns."""
     if scale is None:
         return weight.astype(dtype)
     elements = formats.unpack_e2m1(weight) if weight.dtype == jnp.uint8 else weight.astype(jnp.float32)
-    exponent = jnp.repeat(formats.e8m0_exponent(scale), 32, axis=-1)[..., : elements.shape[-1]]
-    if exponent.shape[-2] != elements.shape[-2]:
-        exponent = jnp.repeat(exponent, 32, axis=-2)[..., : elements.shape[-2], :]
+    by_row = scale.shape[-2] == elements.shape[-2]
+    columns = 32 if by_row else tile
+    exponent = jnp.repeat(formats.e8m0_exponent(scale), columns, axis=-1)[..., : elements.shape[-1]]
+    if not by_row:
+        exponent = jnp.repeat(exponent, tile, axis=-2)[..., : elements.shape[-2], :]
     return formats.round_to(formats.scale_exactly(elements, exponent), dtype)
 
 
@@ -234,5 +253,5 @@ def take_layer(stacked: _M | None, layer: jax.Array | int) -> _M:
     """The module of one layer out of a stack (routed experts stay stacked, see `ExpertParam`)."""
     if stacked is None:
         raise ValueError("this configuration has no layer of that kind")
-    graphdef, experts, rest = nnx.split(stacked, ExpertParam, ...)
-    return nnx.merge(graphdef, experts, jax.tree.map(lambda a: a[layer], rest))
+    graphdef, experts, whole, rest = nnx.split(stacked, ExpertParam, Unstacked, ...)
+    return nnx.merge(graphdef, experts, whole, jax.tree.map(lambda a: a[layer], rest))

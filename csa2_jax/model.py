@@ -28,13 +28,27 @@ from csa2_jax.indexer import Indexer
 from csa2_jax.layers import ParamFactory, RMSNorm
 from csa2_jax.learning import Learning
 from csa2_jax.numerics import Implementation, Numerics, WeightStorage, einsum
-from csa2_jax.residual import collapse, expand
+from csa2_jax.residual import Collapse, collapse, expand
 from csa2_jax.stack import Walk, Weights, stack_tails
-from csa2_jax.state import Cache, Flow, Pool, Step, make_pools, pool_name, window_tail, write_windows
+from csa2_jax.state import (
+    Cache,
+    Flow,
+    Pool,
+    Step,
+    make_pools,
+    overlaps,
+    pool_name,
+    rounded_widths,
+    window_tail,
+    write_windows,
+)
 from kernels_pallas import waiting_rows
 
 if TYPE_CHECKING:
     from kernels_pallas.storage import Entries
+
+
+_GROUP_ROWS = frozenset({"group_rows", "key_group_rows"})
 
 
 class Constant(nnx.Variable):
@@ -95,11 +109,13 @@ class Model(nnx.Module):
         self.config, self.numerics, self.scan_layers = config, numerics or Numerics(), scan_layers
         check_roundings(config, self.numerics)
         plain = self.numerics.dtype if weights == "stored" else jnp.dtype(weights)
-        make = ParamFactory(plain, config.quantized and weights == "stored", config.quantized, key)
+        tile, group = config.generation.tile, config.generation.operand_group
+        make = ParamFactory(plain, config.quantized and weights == "stored", config.quantized, tile, group, key)
         plan, d, v = config.plan, config.hidden_size, config.vocab_size
         self.embed = nnx.Dict(weight=make.normal((v, d)))
         self.norm = RMSNorm(d, make)
         self.head = nnx.Dict(weight=make.normal((v, d)))
+        self.collapse = Collapse(config, make) if config.generation.head_collapse else nnx.data(None)
         self.layers = Block(config, make, stack=(config.num_hidden_layers,))
         self.compressors = nnx.Dict(
             {pool_name(m): Compressor(config, m, make, stack=(len(plan.pool_layers(m)),)) for m in plan.ratios}
@@ -116,7 +132,8 @@ class Model(nnx.Module):
         constants = ngram_arrays(config, token_map)
         self.token_map = Constant(constants["token_map"]) if tables else None
         self.ngram_products = Constant(constants["ngram_products"]) if tables else None
-        self.draft = DraftHead(config, make) if config.num_nextn_predict_layers else None
+        drafts = config.num_nextn_predict_layers and not config.generation.own_pools
+        self.draft = DraftHead(config, make) if drafts else None
 
     # ---- the forward, as a pure function of arrays ----
 
@@ -143,7 +160,7 @@ class Model(nnx.Module):
         if origin_BT is not None and cache is not None:
             raise ValueError("a cache holds one document per row: origin_BT is for calls without one")
         step = self._step(tokens_BT, cache, count_B, origin_BT)
-        inside = capture if accept is None else capture | {"group_rows"}
+        inside = capture if accept is None else capture | _GROUP_ROWS
         walk, ids_BU = self._walk(tokens_BT, cache, step, inside)
         walk = dataclasses.replace(walk, undecided=accept is not None)
         flow = self._embed(tokens_BT, cache, capture)
@@ -157,7 +174,7 @@ class Model(nnx.Module):
         if "engram_rows" in capture:
             captured["engram_rows"] = dict(zip(self.config.engram_layer_ids, walk.engram_rows, strict=True))
         logits = self.logits(flow, None if all_logits else count_B)
-        rows = captured.pop("group_rows", {})
+        rows = {name: captured.pop(name, {}) for name in _GROUP_ROWS}
         if cache is None:
             return ForwardOutput(logits, captured), None
         tails |= decoder_tails
@@ -200,7 +217,7 @@ class Model(nnx.Module):
             captured.setdefault(name, {}).update(by_layer)
         if "main_hidden" in capture:
             captured["main_hidden"] = _join_targets(flow.main_BTQD)
-        x_BTD = collapse(flow.x_BTSD, flow.pre_BTS, self.numerics)
+        x_BTD = collapse(flow.x_BTSD, self._pre(flow.x_BTSD, flow.pre_BTS), self.numerics)
         return self.norm(x_BTD, self.config.rms_norm_eps, self.numerics), captured
 
     def encode_only(self, tokens_BT: jax.Array, cache: Cache, count_B: jax.Array) -> Cache:
@@ -232,11 +249,16 @@ class Model(nnx.Module):
             last = jnp.maximum(last_of_B - 1, 0)[:, None]
             x_BTSD = jnp.take_along_axis(x_BTSD, last[..., None, None], axis=1)
             pre_BTS = jnp.take_along_axis(pre_BTS, last[..., None], axis=1)
+        pre_BTS = self._pre(x_BTSD, pre_BTS)
         h_BTD = self.norm(collapse(x_BTSD, pre_BTS, self.numerics), self.config.rms_norm_eps, self.numerics)
         logits = head_logits(h_BTD, self.head["weight"][...])
         return logits if last_of_B is None else logits[:, 0]
 
     # ---- pieces ----
+
+    def _pre(self, x_BTSD: jax.Array, pre_BTS: jax.Array) -> jax.Array:
+        """How the head reads the streams: as the last sub-layer said, in V4 by a projection of its own."""
+        return pre_BTS if self.collapse is None else self.collapse(x_BTSD, self.config)
 
     def _step(
         self,
@@ -272,6 +294,7 @@ class Model(nnx.Module):
             image_BT=image_BT,
             rope_window=rope.table(position_BT, rope.layer_frequencies(config, reads_pool=False)),
             rope_pool=rope.table(position_BT, rope.layer_frequencies(config, reads_pool=True)),
+            tokens_BT=tokens_BT if config.num_hash_layers else None,
             origin_BT=origin_BT,
             cached=cache is not None,
         )
@@ -334,23 +357,34 @@ class Model(nnx.Module):
             self.config, batch, tokens, "f32" if self.numerics.dtype == jnp.float32 else "bf16", one_group=True
         )
 
-    def _halves(self, cache: Cache, pools: dict[str, Pool], rows: dict[int, jax.Array], step: Step) -> dict[str, Pool]:
+    def _halves(
+        self, cache: Cache, pools: dict[str, Pool], rows: dict[str, dict[int, jax.Array]], step: Step
+    ) -> dict[str, Pool]:
         """Pools with the open groups as they are after the accepted tokens, from the new C and Z of all tokens, by layer."""
         changed = dict(pools)
         for ratio in self.config.plan.ratios:
-            half = cache.pools[pool_name(ratio)].half_YGBMH
-            if half is None:
-                continue
-            new = jnp.stack([rows[layer] for layer in self.config.plan.pool_layers(ratio)], axis=1)
-            phase_B = step.start_B % ratio
+            name = pool_name(ratio)
+            before, compressor = cache.pools[name], self.compressors[name]
+            halves: dict[str, jax.Array] = {}
+            for field, captured, bias_LMW in (
+                ("half_YGBMH", "group_rows", compressor.bias),
+                ("key_half_YGBMJ", "key_group_rows", compressor.keys.bias if compressor.keys is not None else None),
+            ):
+                half = getattr(before, field)
+                if half is None:
+                    continue
+                new = jnp.stack([rows[captured][layer] for layer in self.config.plan.pool_layers(ratio)], axis=1)
+                # Only Z has a bias.
+                bias_YLMW = None if bias_LMW is None else jnp.stack([jnp.zeros_like(bias_LMW[...]), bias_LMW[...]])
 
-            def keep(
-                half_BMH: jax.Array, new_BTH: jax.Array, ratio: int = ratio, phase_B: jax.Array = phase_B
-            ) -> jax.Array:
-                return waiting_rows(half_BMH, new_BTH, phase_B, step.count_B, ratio=ratio)
+                def keep(
+                    half_BMW: jax.Array, new_BTW: jax.Array, bias_MW: jax.Array | None, ratio: int = ratio
+                ) -> jax.Array:
+                    options = {"ratio": ratio, "bias_MH": bias_MW, "overlap": overlaps(self.config, ratio)}
+                    return waiting_rows(half_BMW, new_BTW, step.start_B % ratio, step.count_B, **options)
 
-            kept = jax.vmap(jax.vmap(keep))(half, new)
-            changed[pool_name(ratio)] = dataclasses.replace(pools[pool_name(ratio)], half_YGBMH=kept)
+                halves[field] = jax.vmap(jax.vmap(keep))(half, new, bias_YLMW)
+            changed[name] = dataclasses.replace(pools[name], **halves)
         return changed
 
     def _draft_rows(self, cache: Cache, step: Step, flow: Flow, feed: DraftFeed | None) -> jax.Array | None:
@@ -390,13 +424,12 @@ def check_roundings(config: ModelConfig, numerics: Numerics) -> None:
     """Refuse widths that the fp8 and fp4 groups do not divide, before anything is allocated."""
     if not numerics.fake_quant:
         return
-    widths = [("head_dim", config.head_dim, 32)]
-    if config.index_n_heads:
-        widths.append(("index_head_dim", config.index_head_dim, 32))
-    for name, width, group in widths:
-        if width % group:
+    for name, width, fmt in rounded_widths(config):
+        if (width - fmt.tail) % fmt.group:
             raise ValueError(
-                f"{name}={width} must be a multiple of {group} for the roundings; pass fake_quant=False to go without"
+                f"{name}={width} must be a multiple of {fmt.group}"
+                + (f" (without its {fmt.tail} rotated channels)" if fmt.tail else "")
+                + " for the roundings; pass fake_quant=False to go without"
             )
 
 

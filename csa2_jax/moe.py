@@ -3,20 +3,26 @@
     score = sqrt(softplus(x Wg^T));  chosen = top k of score + bias;  weight = score / (sum + 1e-20) * routed_scaling_factor
     expert(x) = w2 (silu(min(w1 x, c)) * clip(w3 x, -c, c) * weight),  summed over the chosen in ascending expert order in f32
 
-Tokens inside an image span use `bias_vl`. Source: arXiv 2609.19969 (MoE), arXiv 2412.19437 (auxiliary-loss-free balancing).
+Tokens inside an image span use `bias_vl`. In the first `num_hash_layers` layers a table says which experts a token id gets, and
+the router only weighs them. Source: arXiv 2609.19969 (MoE), arXiv 2412.19437 (auxiliary-loss-free balancing); DeepSeek-V4.
 """
 
 from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from jax import lax
 
 from csa2_jax.config import ModelConfig
 from csa2_jax.expert_blocks import expert_blocks, sort_by_expert
-from csa2_jax.layers import ExpertParam, Linear, ParamFactory, round_rows
+from csa2_jax.layers import ExpertParam, Linear, ParamFactory, Unstacked, round_rows
 from csa2_jax.numerics import Numerics, einsum
+
+
+class TokenTable(Unstacked):
+    """Experts of every token id: a table of the checkpoint that is not trained."""
 
 
 class Gate(nnx.Module):
@@ -29,14 +35,19 @@ class Gate(nnx.Module):
         self.bias_vl = make.full((*stack, experts), 0.0, f32) if config.has_vision else None
 
     def __call__(
-        self, x_nD: jax.Array, image_n: jax.Array | None, topk: int, scaling: float
+        self, x_nD: jax.Array, image_n: jax.Array | None, topk: int, scaling: float, known_nk: jax.Array | None = None
     ) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """(expert ids int32 [n, k] best first, weights f32 [n, k], scores f32 [n, X]); equal scores go to the lowest expert."""
+        """(expert ids int32 [n, k] best first, weights f32 [n, k], scores f32 [n, X]); equal scores go to the lowest expert.
+
+        known_nk: the experts, where something else than the scores chose them: those that are not negative.
+        """
         score = jnp.sqrt(jax.nn.softplus(einsum("nd,xd->nx", x_nD.astype(jnp.float32), self.weight[...])))
         bias = self.bias[...]
         if self.bias_vl is not None and image_n is not None:
             bias = jnp.where(image_n[:, None], self.bias_vl[...], bias)
         _, index = lax.top_k(lax.stop_gradient(score) + bias, topk)
+        if known_nk is not None:
+            index = jnp.where(known_nk < 0, index, known_nk)
         weight = jnp.take_along_axis(score, index, axis=-1)
         if topk > 1:
             weight = weight / (jnp.sum(weight, axis=-1, keepdims=True) + 1e-20)
@@ -62,6 +73,10 @@ class MoE(nnx.Module):
         self.topk = config.dspark_num_experts_per_tok if draft else config.num_experts_per_tok
         self.num_experts = experts
         self.gate = Gate(config, experts, make, stack=stack)
+        hashed = 0 if draft else config.num_hash_layers
+        self.by_token = (
+            TokenTable(jnp.zeros((hashed, config.vocab_size, self.topk), jnp.int32)) if hashed else nnx.data(None)
+        )
         self.experts = Experts(config, experts, make, stack=stack)
         self.shared_experts = nnx.Dict(
             w1=Linear(f, d, make, stack=stack, storage="fp8"),
@@ -76,12 +91,17 @@ class MoE(nnx.Module):
         image_BT: jax.Array | None,
         config: ModelConfig,
         numerics: Numerics,
+        tokens_BT: jax.Array | None = None,
     ) -> tuple[jax.Array, dict[str, jax.Array]]:
-        """(y_BTD, what can be captured: gate_idx and gate_w [B, T, k], gate_score [B, T, X])."""
+        """(y_BTD, what can be captured: gate_idx and gate_w [B, T, k], gate_score [B, T, X]).
+
+        tokens_BT: ids, for layers whose experts they choose.
+        """
         batch, tokens, width = x_BTD.shape
         x_nD = x_BTD.reshape(-1, width)
         image_n = None if image_BT is None else image_BT.reshape(-1)
-        index_nk, weight_nk, score_nX = self.gate(x_nD, image_n, self.topk, config.routed_scaling_factor)
+        known_nk = self._known(layer, tokens_BT)
+        index_nk, weight_nk, score_nX = self.gate(x_nD, image_n, self.topk, config.routed_scaling_factor, known_nk)
         # Ascending expert order: the released code adds the experts' outputs in that order.
         order = jnp.argsort(index_nk, axis=-1)
         y_nkD = self._routed(
@@ -101,6 +121,17 @@ class MoE(nnx.Module):
         y = numerics.cast(routed + y_nD).reshape(batch, tokens, width)
         made = {"gate_idx": index_nk, "gate_w": weight_nk, "gate_score": score_nX}
         return y, {name: a.reshape(batch, tokens, -1) for name, a in made.items()}
+
+    def _known(self, layer: jax.Array | int, tokens_BT: jax.Array | None) -> jax.Array | None:
+        """The experts [n, k] that token ids choose in this layer, -1 where the router does; None where it does for sure."""
+        if self.by_token is None or tokens_BT is None:
+            return None
+        table_LVk = self.by_token[...]
+        hashed = table_LVk.shape[0]
+        if isinstance(layer, int | np.integer) and layer >= hashed:
+            return None
+        known_nk = table_LVk[jnp.minimum(layer, hashed - 1), tokens_BT.reshape(-1)]
+        return jnp.where(jnp.asarray(layer) < hashed, known_nk, -1)
 
     def _routed(
         self,
@@ -145,7 +176,7 @@ class MoE(nnx.Module):
 
         def multiply(x_kD: jax.Array, w: Linear) -> jax.Array:
             chosen = w.weight[layer, index_nk[0]]
-            x_kD = round_rows(x_kD, w.round_operand, numerics)
+            x_kD = round_rows(x_kD, w.round_operand, numerics, w.operand_group)
             return numerics.cast(einsum("bmk,bnk->bmn", x_kD[:, None], chosen.astype(x_kD.dtype))[:, 0])
 
         w1, w2, w3 = self.experts.w1, self.experts.w2, self.experts.w3

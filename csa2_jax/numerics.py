@@ -7,6 +7,7 @@ from typing import Any, Literal, get_args
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from csa2_jax import formats
@@ -62,6 +63,17 @@ class Numerics:
     def fake(self, x: jax.Array, fmt: formats.Format) -> jax.Array:
         """`x` through the rounding `fmt` when roundings are on."""
         return formats.fake_quantise(x, fmt) if self.fake_quant else x
+
+
+def hadamard(x: jax.Array) -> jax.Array:
+    """x [..., n] times the Hadamard matrix of n (a power of two) over sqrt(n): orthogonal, its own inverse; f32, cast back."""
+    width = x.shape[-1]
+    if width & (width - 1):
+        raise ValueError(f"a Hadamard matrix needs a power of two of channels, found {width}")
+    matrix = np.ones((1, 1), np.float32)
+    while len(matrix) < width:
+        matrix = np.block([[matrix, matrix], [matrix, -matrix]])
+    return formats.round_to(einsum("...j,jk->...k", x.astype(jnp.float32), jnp.asarray(matrix)) * width**-0.5, x.dtype)
 
 
 def einsum(subscripts: str, *operands: jax.Array) -> jax.Array:

@@ -2,8 +2,9 @@
 
 CSA2 layers differ only by which of two shared things they make: the pool (compressed KV with its index keys) and the
 selection (the pool entries each query may read). The configuration names the makers by layer id; `build_plan` turns
-those lists into one `LayerSpec` per layer and into `Segment`s, runs of equal groups that one scan can walk.
-Pure Python, no JAX: the plan can be printed, tested and drawn without a device. Source: arXiv 2609.19969.
+those lists into one `LayerSpec` per layer and into `Segment`s, runs of equal groups that one scan can walk. In the generation
+before, DeepSeek-V4, every layer with a pool makes its own; `build_own_pools` plans that.
+Pure Python, no JAX: the plan can be printed, tested and drawn without a device. Source: arXiv 2609.19969; DeepSeek-V4.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import dataclasses
 import enum
 import itertools
 from collections.abc import Sequence
+from typing import Final
 
 
 class Mode(enum.StrEnum):
@@ -21,6 +23,18 @@ class Mode(enum.StrEnum):
     FULL = "FULL"  # makes pool, index keys and selection
     REINDEX = "REINDEX"  # inherits the pool, selects again
     REUSE = "REUSE"  # inherits pool and selection
+    CSA = "CSA"  # V4: makes pool, index keys and selection for itself alone
+    HCA = "HCA"  # V4: makes a pool for itself alone and reads all of it
+
+    @property
+    def makes_pool(self) -> bool:
+        """Whether the layer compresses."""
+        return self in (Mode.FULL, Mode.CSA, Mode.HCA)
+
+    @property
+    def selects(self) -> bool:
+        """Whether the layer has an indexer."""
+        return self in (Mode.FULL, Mode.REINDEX, Mode.CSA)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,7 +48,7 @@ class LayerSpec:
     selection_source: int | None  # the FULL or REINDEX layer whose selection is used
     candidate_source: int | None  # on a REINDEX layer: whose candidate blocks bound its search
     makes_candidates: bool
-    pool_slot: int  # among FULL layers of the same ratio, -1 when it makes no pool
+    pool_slot: int  # among layers that make pools of the same ratio, -1 when it makes none
     index_slot: int  # among layers that select, -1 when it does not
     engram_slot: int  # among layers with an n-gram memory, -1 without
     draft_slot: int  # among the draft head's target layers, -1 otherwise
@@ -42,7 +56,12 @@ class LayerSpec:
     @property
     def makes(self) -> tuple[str, ...]:
         """What later layers may read from this one, in words."""
-        made = {Mode.FULL: ("pool", "index keys", "selection"), Mode.REINDEX: ("selection",)}.get(self.mode, ())
+        made = {
+            Mode.FULL: ("pool", "index keys", "selection"),
+            Mode.REINDEX: ("selection",),
+            Mode.CSA: ("pool", "index keys", "selection"),
+            Mode.HCA: ("pool",),
+        }.get(self.mode, ())
         return made + (("candidates",) if self.makes_candidates else ())
 
     @property
@@ -50,7 +69,7 @@ class LayerSpec:
         """What this layer takes from earlier ones, in words with the source layer."""
         if self.mode is Mode.SWA:
             return ()
-        reads = [] if self.mode is Mode.FULL else [f"pool of {self.pool_source}"]
+        reads = [] if self.mode.makes_pool else [f"pool of {self.pool_source}"]
         if self.mode is Mode.REUSE:
             reads.append(f"selection of {self.selection_source}")
         if self.candidate_source is not None:
@@ -60,7 +79,8 @@ class LayerSpec:
 
 @dataclasses.dataclass(frozen=True)
 class Segment:
-    """`len(heads)` equal groups in a row: a head layer in `mode`, then the REUSE layers that share what it made.
+    """`len(heads)` equal groups in a row: a head layer in `mode`, then a tail: the REUSE layers that share what it made, or in
+    V4 the HCA layer behind a CSA layer.
 
     One scan walks the groups, an inner scan the tail. `tails[i]` are the layer ids behind `heads[i]`, all of one length.
     """
@@ -72,10 +92,12 @@ class Segment:
     makes_candidates: bool
     reads_candidates: bool
     in_decoder: bool
+    tail_mode: Mode = Mode.REUSE
+    tail_ratio: int = 0  # of pools that tail layers make
 
     @property
     def tail_length(self) -> int:
-        """REUSE layers behind each head."""
+        """Layers behind each head."""
         return len(self.tails[0])
 
     @property
@@ -95,15 +117,19 @@ class Plan:
     @property
     def ratios(self) -> tuple[int, ...]:
         """Distinct compression ratios that have pools, in order of first use."""
-        return tuple(dict.fromkeys(s.ratio for s in self.layers if s.mode is Mode.FULL))
+        return tuple(dict.fromkeys(s.ratio for s in self.layers if s.mode.makes_pool))
 
     def pool_layers(self, ratio: int) -> tuple[int, ...]:
-        """FULL layers of one ratio, in pool-slot order."""
-        return tuple(s.layer for s in self.layers if s.mode is Mode.FULL and s.ratio == ratio)
+        """Layers that make pools of one ratio, in pool-slot order."""
+        return tuple(s.layer for s in self.layers if s.mode.makes_pool and s.ratio == ratio)
+
+    def has_keys(self, ratio: int) -> bool:
+        """Whether pools of this ratio have index keys: all but those of HCA layers."""
+        return all(self.layers[i].mode.selects for i in self.pool_layers(ratio))
 
     @property
     def index_layers(self) -> tuple[int, ...]:
-        """Layers that select (FULL and REINDEX), in index-slot order."""
+        """Layers that select, in index-slot order."""
         return tuple(s.layer for s in self.layers if s.index_slot >= 0)
 
     @property
@@ -223,13 +249,52 @@ def build_plan(
     return Plan(tuple(specs), _segments(specs, decoder_start), decoder_start)
 
 
+OVERLAPPING: Final = 4
+"""The ratio at which V4 pools over two groups and selects; at any other a layer is HCA."""
+
+
+def build_own_pools(*, num_hidden_layers: int, compress_ratios: Sequence[int]) -> Plan:
+    """The plan of a V4 model, by ratio: 0 window only, 4 CSA, others HCA. There is no decoder; ValueError for a bad list."""
+    n = num_hidden_layers
+    if len(compress_ratios) < n:
+        raise ValueError(f"compress_ratios has {len(compress_ratios)} entries, num_hidden_layers={n} needs one each")
+    specs: list[LayerSpec] = []
+    for layer, ratio in enumerate(compress_ratios[:n]):
+        if ratio < 0 or ratio == 1:
+            raise ValueError(
+                f"compress_ratios[{layer}]={ratio} must be 0 (window only), {OVERLAPPING} (CSA) or from 2 (HCA)"
+            )
+        mode = Mode.SWA if ratio == 0 else Mode.CSA if ratio == OVERLAPPING else Mode.HCA
+        specs.append(
+            LayerSpec(
+                layer=layer,
+                mode=mode,
+                ratio=ratio,
+                pool_source=layer if mode.makes_pool else None,
+                selection_source=layer if mode.selects else None,
+                candidate_source=None,
+                makes_candidates=False,
+                pool_slot=sum(s.ratio == ratio for s in specs) if mode.makes_pool else -1,
+                index_slot=sum(s.mode.selects for s in specs) if mode.selects else -1,
+                engram_slot=-1,
+                draft_slot=-1,
+            )
+        )
+    return Plan(tuple(specs), _segments(specs, n), n)
+
+
 def _segments(specs: Sequence[LayerSpec], decoder_start: int) -> tuple[Segment, ...]:
-    """Cut the layers into groups (a head and the REUSE layers behind it) and merge equal neighbours."""
-    groups: list[tuple[LayerSpec, list[int]]] = []
+    """Cut the layers into groups (a head and the layers behind it) and merge equal neighbours."""
+    groups: list[tuple[LayerSpec, list[LayerSpec]]] = []
     for spec in specs:
-        # A REUSE layer joins the head before it; after a window-only layer it heads a group of its own.
-        if spec.mode is Mode.REUSE and groups and groups[-1][0].mode in (Mode.FULL, Mode.REINDEX):
-            groups[-1][1].append(spec.layer)
+        # A REUSE layer joins the head before it; after a window-only layer it heads a group of its own. So does an HCA layer,
+        # except behind a CSA layer, with which it alternates.
+        head, tail = groups[-1] if groups else (None, [])
+        reuses = spec.mode is Mode.REUSE and head is not None and head.mode in (Mode.FULL, Mode.REINDEX)
+        alternates = spec.mode is Mode.HCA and head is not None and head.mode is Mode.CSA
+        alternates = alternates and all(behind.ratio == spec.ratio for behind in tail)
+        if reuses or alternates:
+            tail.append(spec)
         else:
             groups.append((spec, []))
     segments: list[Segment] = []
@@ -238,7 +303,9 @@ def _segments(specs: Sequence[LayerSpec], decoder_start: int) -> tuple[Segment, 
             mode=head.mode,
             ratio=head.ratio,
             heads=(head.layer,),
-            tails=(tuple(tail),),
+            tails=(tuple(spec.layer for spec in tail),),
+            tail_mode=tail[0].mode if tail else Mode.REUSE,
+            tail_ratio=tail[0].ratio if tail and tail[0].mode.makes_pool else 0,
             makes_candidates=head.makes_candidates,
             reads_candidates=head.candidate_source is not None,
             in_decoder=head.layer >= decoder_start,
@@ -252,4 +319,5 @@ def _segments(specs: Sequence[LayerSpec], decoder_start: int) -> tuple[Segment, 
 
 
 def _key(s: Segment) -> tuple:
-    return (s.mode, s.ratio, s.tail_length, s.makes_candidates, s.reads_candidates, s.in_decoder)
+    tail = (s.tail_mode, s.tail_ratio, s.tail_length)
+    return (s.mode, s.ratio, *tail, s.makes_candidates, s.reads_candidates, s.in_decoder)

@@ -201,7 +201,7 @@ def compare_caches(recording: Recording, step: str, cache: Cache) -> Iterator[Co
         held, open_rows = total // spec.ratio, total % spec.ratio
         for name, key, array, rows in (
             ("pool", "compress_kv_cache", storage.unpack(pool.kv_GBPH), held),
-            ("index keys", "index_k_cache", storage.unpack(pool.key_GBPJ), held),
+            ("index keys", "index_k_cache", None if pool.key_GBPJ is None else storage.unpack(pool.key_GBPJ), held),
             ("open group C", "kv_state", None if pool.half_YGBMH is None else pool.half_YGBMH[0], open_rows),
             ("open group Z", "score_state", None if pool.half_YGBMH is None else pool.half_YGBMH[1], open_rows),
         ):

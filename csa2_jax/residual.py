@@ -6,7 +6,8 @@ From the streams X that enter a sub-layer (flattened, f32):
     pre = sigmoid(a_pre) + hc_eps,   post = 2 sigmoid(a_post),   comb = Sinkhorn(softmax(a_comb))
 
 The sub-layer reads sum_j pre_prev[j] X_j, where pre_prev was computed by the sub-layer before (only `pre` is deferred), and the
-streams become X_k' = post[k] y + sum_j comb[j, k] X_j. Source: arXiv 2609.19969 (single-pass mHC), arXiv 2512.24880 (mHC).
+streams become X_k' = post[k] y + sum_j comb[j, k] X_j. In DeepSeek-V4 a sub-layer reads by its own pre, and the head by one more,
+which `Collapse` computes in the same way. Source: arXiv 2609.19969 (single-pass mHC), arXiv 2512.24880 (mHC).
 """
 
 from __future__ import annotations
@@ -41,6 +42,22 @@ class HyperConnection(nnx.Module):
         post = 2.0 * jax.nn.sigmoid(a[..., s : 2 * s])
         comb = a[..., 2 * s :].reshape(*a.shape[:-1], s, s)
         return pre, post, sinkhorn(comb, config.hc_sinkhorn_iters, config.hc_eps)
+
+
+class Collapse(nnx.Module):
+    """How V4's head joins the streams: fn [S, S*D], base [S], scale [1], all f32."""
+
+    def __init__(self, config: ModelConfig, make: ParamFactory) -> None:
+        s, f32 = config.hc_mult, jnp.dtype(jnp.float32)
+        self.fn = make.normal((s, s * config.hidden_size), f32)
+        self.base = make.full((s,), 0.0, f32)
+        self.scale = make.full((1,), 1.0, f32)
+
+    def __call__(self, x_BTSD: jax.Array, config: ModelConfig) -> jax.Array:
+        """pre_BTS = sigmoid(mixes * scale + base) + hc_eps, f32."""
+        flat = x_BTSD.astype(jnp.float32).reshape(*x_BTSD.shape[:-2], -1)
+        mixes = einsum("btk,ok->bto", flat, self.fn[...]) * inverse_rms(flat, config.rms_norm_eps)
+        return jax.nn.sigmoid(mixes * self.scale[...] + self.base[...]) + config.hc_eps
 
 
 def sinkhorn(logits: jax.Array, iterations: int, eps: float) -> jax.Array:

@@ -68,11 +68,12 @@ def save_checkpoint(
         array = arrays[spec.path][spec.index or ...]
         if spec.dtype in ("F8_E4M3", "I8") and jnp.issubdtype(array.dtype, jnp.floating) and array.dtype.itemsize > 1:
             kind = "fp4" if spec.dtype == "I8" else "fp8"
-            rows = 1 if kind == "fp4" or spec.path.startswith("engram_tables.") else TILE
+            by_row = kind == "fp4" or spec.path.startswith("engram_tables.")
+            tile = (1, TILE) if by_row else (config.generation.tile, config.generation.tile)
             values = np.asarray(array, np.float32)
             if not np.isfinite(values).all():
                 raise ValueError(f"{spec.name} holds numbers that are not finite, which fp8 and fp4 cannot hold")
-            tensors[spec.name], scale = quantise(values, rows, kind)
+            tensors[spec.name], scale = quantise(values, tile, kind)
             scales[spec.path.removesuffix("weight") + "scale", spec.index] = scale.view(ml_dtypes.float8_e8m0fnu)
         else:
             tensors[spec.name] = _as_stored(array, spec.dtype)
@@ -81,6 +82,7 @@ def save_checkpoint(
         part.mkdir(parents=True)
         (part / "config.json").write_text(json.dumps(config.to_hf(), indent=2) + "\n", encoding="utf-8")
         save_file(tensors, part / "model.safetensors", metadata={"format": "pt"})
+        os.chmod(part / "model.safetensors", (part / "config.json").stat().st_mode & 0o666)  # safetensors writes for us alone
         for file in beside:
             shutil.copyfile(file, part / Path(file).name)
         part.rename(directory)
@@ -95,6 +97,7 @@ def _as_stored(array: jax.Array, dtype: str) -> np.ndarray:
         "F32": np.float32,
         "F8_E4M3": ml_dtypes.float8_e4m3fn,
         "F8_E8M0": ml_dtypes.float8_e8m0fnu,
+        "I64": np.int64,
     }
     found = np.asarray(array)
     if dtype == "F8_E8M0":

@@ -19,7 +19,7 @@ from jax import lax
 from csa2_jax.model import ForwardOutput
 from csa2_jax.state import Cache, Pool, pool_name, put_row, take_row
 from csa2_jax.structure import Structure
-from kernels_pallas import storage
+from kernels_pallas import empty_half, storage
 
 Block = dict[str, tuple[Any, Any]]  # by ratio: entries and index keys, [G, 1, block / m, ...]
 
@@ -34,7 +34,9 @@ class Snapshot:
     ngram_BE: jax.Array
     window_LBWH: Any
     draft_window_LBWH: Any
-    halves: dict[str, jax.Array | None]
+    halves: dict[
+        str, tuple[jax.Array | None, jax.Array | None]
+    ]  # of entries, and of keys that are compressed by themselves
 
 
 @functools.partial(jax.jit, static_argnames=("structure", "feed_structure", "full"), donate_argnames=("cache",))
@@ -63,13 +65,29 @@ def fill(
 
 @functools.partial(jax.jit, donate_argnames=("cache",))
 def clear(cache: Cache, row: jax.Array) -> Cache:
-    """Make a row one that has consumed nothing. What lies in its arrays stays there, out of every query's reach."""
+    """Make a row one that has consumed nothing. What lies in its arrays stays there, out of every query's reach.
+
+    Except for what entries pool over without knowing whether it was there: the group before the first.
+    """
     return dataclasses.replace(
         cache,
         length_B=cache.length_B.at[row].set(0),
         decoder_from_B=cache.decoder_from_B.at[row].set(0),
         ngram_BE=cache.ngram_BE.at[row].set(-1),
+        pools={name: _first_group(pool, _ratio(name), row) for name, pool in cache.pools.items()},
     )
+
+
+def _first_group(pool: Pool, ratio: int, row: jax.Array) -> Pool:
+    """The pool with no group before a row's first: where entries overlap, what waits there counts."""
+
+    def none(half_YGBMW: jax.Array | None) -> jax.Array | None:
+        if half_YGBMW is None or half_YGBMW.shape[3] < ratio:  # no more than an open group waits
+            return half_YGBMW
+        fresh = empty_half(1, half_YGBMW.shape[4] // 2, ratio, overlap=True)
+        return half_YGBMW.at[:, :, row].set(jnp.stack(fresh))
+
+    return dataclasses.replace(pool, half_YGBMH=none(pool.half_YGBMH), key_half_YGBMJ=none(pool.key_half_YGBMJ))
 
 
 @functools.partial(jax.jit, static_argnames=("tokens",))
@@ -106,7 +124,7 @@ def put_block(cache: Cache, row: jax.Array, start: jax.Array, block: Block) -> C
 def cut_snapshot(cache: Cache, row: jax.Array) -> Snapshot:
     """Everything of a row but its pools."""
     one = take_row(dataclasses.replace(cache, pools={n: _without_entries(p) for n, p in cache.pools.items()}), row)
-    halves = {name: pool.half_YGBMH for name, pool in one.pools.items()}
+    halves = {name: (pool.half_YGBMH, pool.key_half_YGBMJ) for name, pool in one.pools.items()}
     names = ("length_B", "decoder_from_B", "ngram_BE", "window_LBWH", "draft_window_LBWH")
     return Snapshot(**{name: getattr(one, name) for name in names}, halves=halves)
 
@@ -115,11 +133,13 @@ def cut_snapshot(cache: Cache, row: jax.Array) -> Snapshot:
 def put_snapshot(cache: Cache, row: jax.Array, saved: Snapshot) -> Cache:
     """Inverse of `cut_snapshot`."""
     bare = dataclasses.replace(cache, pools={n: _without_entries(p) for n, p in cache.pools.items()})
-    pools = {n: dataclasses.replace(p, half_YGBMH=saved.halves[n]) for n, p in take_row(bare, row).pools.items()}
+    pools = {n: _with_halves(p, saved.halves[n]) for n, p in take_row(bare, row).pools.items()}
     names = ("length_B", "decoder_from_B", "ngram_BE", "window_LBWH", "draft_window_LBWH")
     one = Cache(**{name: getattr(saved, name) for name in names}, pools=pools, max_length=cache.max_length)
     filled = put_row(bare, row, one)
-    pools = {n: dataclasses.replace(p, half_YGBMH=filled.pools[n].half_YGBMH) for n, p in cache.pools.items()}
+    pools = {
+        n: _with_halves(p, (filled.pools[n].half_YGBMH, filled.pools[n].key_half_YGBMJ)) for n, p in cache.pools.items()
+    }
     return dataclasses.replace(filled, pools=pools)
 
 
@@ -135,8 +155,12 @@ def block_multiple(ratios: tuple[int, ...], cache: Cache) -> int:
 
 
 def _without_entries(pool: Pool) -> Pool:
-    nothing = jnp.zeros((1, storage.shape(pool.key_GBPJ)[1], 0, 0))
-    return Pool(nothing, nothing, pool.half_YGBMH)
+    nothing = jnp.zeros((1, storage.shape(pool.kv_GBPH)[1], 0, 0))
+    return dataclasses.replace(pool, kv_GBPH=nothing, key_GBPJ=None if pool.key_GBPJ is None else nothing)
+
+
+def _with_halves(pool: Pool, halves: tuple[jax.Array | None, jax.Array | None]) -> Pool:
+    return dataclasses.replace(pool, half_YGBMH=halves[0], key_half_YGBMJ=halves[1])
 
 
 def _ratio(name: str) -> int:

@@ -1,6 +1,6 @@
 """The walk through the layers: the only scans, and the only place where pools, selections and candidates change hands.
 
-A segment is a run of equal groups (see `plan`): an outer scan walks its groups, an inner scan the REUSE layers behind each head.
+A segment is a run of equal groups (see `plan`): an outer scan walks its groups, an inner scan the layers behind each head.
 The scans go over layer ids and close over the stacked parameters, reading `stack[layer]`; pools ride in the carry of segments
 that write them and are read in place elsewhere. With `unroll` the same bodies run layer by layer on the same stacks.
 """
@@ -76,36 +76,44 @@ class Walk:
         return flow, pools, tails, captures
 
     def _segment(self, segment: Segment, flow: Flow, pools: dict[str, Pool]) -> tuple[Flow, dict[str, Pool], Any]:
-        writes = segment.mode is Mode.FULL
-        name = pool_name(segment.ratio)
+        name, tail_name = pool_name(segment.ratio), pool_name(segment.tail_ratio)
+        writes = {name} if segment.mode.makes_pool else set()
+        tail_writes = segment.tail_length > 0 and segment.tail_mode.makes_pool
+        if tail_writes:
+            writes.add(tail_name)
 
         def group(carry: tuple[Flow, dict[str, Pool]], xs: dict[str, Any]) -> tuple[Any, Any]:
             flow, written = carry
             inside = pools | written
             flow, pool, head_out = self._layer_again(segment, segment.mode, xs["head"], flow, inside.get(name))
-            if pool is not None and writes:
-                written = inside = {name: pool}
-            reads = inside.get(name, pools.get(name))
+            if pool is not None and segment.mode.makes_pool:
+                written = written | {name: pool}
+            reads = written.get(name, pools.get(name))
             lesson = self._lesson(segment, xs["head"], flow, reads)
             mass_BTE = None if lesson is None else lesson.mass(head_out, xs["head"]["group"])
             tail_out = None
             if segment.tail_length:
 
-                def reuse(carry: Any, xs: dict[str, Any]) -> tuple[Any, Any]:
-                    flow, mass_BTE = carry
-                    flow, _, out = self._layer_again(segment, Mode.REUSE, xs, flow, reads)
-                    if lesson is not None and lesson.served:
+                def behind(carry: Any, xs: dict[str, Any]) -> tuple[Any, Any]:
+                    flow, mass_BTE, made = carry
+                    flow, pool, out = self._layer_again(
+                        segment, segment.tail_mode, xs, flow, made if tail_writes else reads
+                    )
+                    if lesson is not None and lesson.served and segment.tail_mode is Mode.REUSE:
                         mass_BTE = mass_BTE + lesson.mass(out, xs["group"])
-                    return (flow, mass_BTE), self._shown(out)
+                    return (flow, mass_BTE, pool if tail_writes else None), self._shown(out)
 
-                (flow, mass_BTE), tail_out = self._scan(reuse, (flow, mass_BTE), xs["tail"], segment.tail_length)
+                carried = (flow, mass_BTE, written[tail_name] if tail_writes else None)
+                (flow, mass_BTE, made), tail_out = self._scan(behind, carried, xs["tail"], segment.tail_length)
+                if tail_writes:
+                    written = written | {tail_name: made}
             if lesson is not None and mass_BTE is not None:
                 head_out |= lesson.loss(head_out, mass_BTE)
             return (flow, written), (self._shown(head_out), tail_out)
 
         if self.learning is not None and self.learning.remat == "group":
             group = self._again(group)
-        carry = (flow, {name: pools[name]} if writes else {})
+        carry = (flow, {name: pools[name] for name in writes})
         (flow, written), outputs = self._scan(group, carry, self._ids(segment), len(segment.heads))
         return flow, pools | written, outputs
 
@@ -152,7 +160,7 @@ class Walk:
     def _lesson(self, segment: Segment, ids: dict[str, Any], flow: Flow, pool: Pool | None) -> Lesson | None:
         """What the selection of a group's head is taught, if it is."""
         learning = self.learning
-        if learning is None or learning.index is None or pool is None or segment.mode not in (Mode.FULL, Mode.REINDEX):
+        if learning is None or learning.index is None or pool is None or not segment.mode.selects:
             return None
         bound = segment.makes_candidates or segment.reads_candidates
         return Lesson(
@@ -184,16 +192,16 @@ class Walk:
         config, weights, step = self.config, self.weights, self.step
         x_BTSD = self._engram(segment, mode, ids["engram_slot"], flow.x_BTSD)
         main_BTQD = self._copy_mean(segment, mode, ids["draft_slot"], x_BTSD, flow.main_BTQD)
-        full = mode is Mode.FULL
+        in_tail = mode is segment.tail_mode and mode is not segment.mode
+        ratio = segment.tail_ratio if in_tail and mode.makes_pool else segment.ratio
+        makes = weights.compressors[pool_name(ratio)] if mode.makes_pool else None
         role = Role(
             mode=mode,
-            ratio=segment.ratio,
+            ratio=ratio,
             group=ids["group"],
-            compressor=take_layer(weights.compressors[pool_name(segment.ratio)], self._pool_slot(ids))
-            if full
-            else None,
-            indexer=take_layer(weights.indexers, ids["index_slot"]) if mode in (Mode.FULL, Mode.REINDEX) else None,
-            makes_candidates=full and segment.makes_candidates,
+            compressor=None if makes is None else take_layer(makes, self._pool_slot(ids)),
+            indexer=take_layer(weights.indexers, ids["index_slot"]) if mode.selects else None,
+            makes_candidates=mode is Mode.FULL and segment.makes_candidates,
             reads_candidates=mode is Mode.REINDEX and segment.reads_candidates,
             in_decoder=segment.in_decoder,
         )
@@ -250,7 +258,7 @@ class Walk:
 
     def _has(self, segment: Segment, mode: Mode, slot: str) -> bool:
         """Whether any layer at this place of the segment has the feature, so that the others need not trace it."""
-        tail = mode is Mode.REUSE and segment.mode is not Mode.REUSE
+        tail = mode is segment.tail_mode and mode is not segment.mode
         layers = [i for t in segment.tails for i in t] if tail else segment.heads
         return any(getattr(self.config.plan.layers[i], slot) >= 0 for i in layers)
 

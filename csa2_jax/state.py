@@ -19,6 +19,8 @@ from jax import lax
 
 from csa2_jax import formats
 from csa2_jax.config import ModelConfig
+from csa2_jax.plan import OVERLAPPING
+from kernels_pallas import empty_half
 from kernels_pallas import storage as stored
 from kernels_pallas.storage import Entries, Packed
 
@@ -29,13 +31,15 @@ _NUMBERS = {"bf16": jnp.bfloat16, "f32": jnp.float32}
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Pool:
-    """The pools of all FULL layers of one compression ratio m."""
+    """The pools of all layers that make one at one compression ratio m."""
 
     # Rotated, rounded entries, keys and values at once; a width of whole 128s is held as [G, B, P, H/128, 128], so that a TPU can
     # fetch single entries (`kernels_pallas.storage`).
     kv_GBPH: Entries
-    key_GBPJ: Entries  # index keys
-    half_YGBMH: jax.Array | None  # C and Z (axis Y) of the open group's waiting m - 1 tokens, f32; None at m = 1
+    key_GBPJ: Entries | None  # index keys; V4's HCA layers have none
+    # C and Z (axis Y) of the tokens that wait in the open group, f32, in V4 of the last complete group too; None at m = 1.
+    half_YGBMH: jax.Array | None
+    key_half_YGBMJ: jax.Array | None = None  # the same of the keys' own compressor, in V4
 
 
 @jax.tree_util.register_pytree_node_class
@@ -87,9 +91,8 @@ def map_rows(f: Callable[..., jax.Array], cache: Cache, *others: Cache) -> Cache
 
     def pool(name: str) -> Pool:
         these = [c.pools[name] for c in (cache, *others)]
-        halves = [p.half_YGBMH for p in these]
-        half = None if halves[0] is None else over(2, *halves)
-        return Pool(over(1, *(p.kv_GBPH for p in these)), over(1, *(p.key_GBPJ for p in these)), half)
+        axes = {"kv_GBPH": 1, "key_GBPJ": 1, "half_YGBMH": 2, "key_half_YGBMJ": 2}
+        return Pool(**{field: over(axis, *(getattr(p, field) for p in these)) for field, axis in axes.items()})
 
     return Cache(
         **{name: each(name, 0) for name in ("length_B", "decoder_from_B", "ngram_BE")},
@@ -135,21 +138,42 @@ def make_pools(
         groups = 1 if one_group else len(config.plan.pool_layers(ratio))
         entries = pool_capacity(config, ratio, max_length)
         entries = -(-entries // stored.LANES) * stored.LANES if units else entries
-        shapes = [(groups, batch, entries, width) for width in (config.head_dim, config.index_head_dim)]
+        shape = (groups, batch, entries)
         if storage == "packed":
-            kv, key = (
-                stored.empty(s, f, units=units) for s, f in zip(shapes, (formats.MAIN, formats.INDEX), strict=True)
-            )
+            kv: Entries = stored.empty((*shape, config.head_dim), formats.pool_format(config), units=units)
+            key: Entries | None = stored.empty((*shape, config.index_head_dim), formats.INDEX, units=units)
         else:
-            kv, key = (jnp.zeros(shape, _NUMBERS[storage]) for shape in shapes)
-            kv = stored.in_rows(kv)
-        half = (2, groups, batch, ratio - 1, config.head_dim)
-        pools[pool_name(ratio)] = Pool(kv, key, jnp.zeros(half, jnp.float32) if ratio > 1 else None)
+            kv = stored.in_rows(jnp.zeros((*shape, config.head_dim), _NUMBERS[storage]))
+            key = jnp.zeros((*shape, config.index_head_dim), _NUMBERS[storage])
+        pools[pool_name(ratio)] = Pool(
+            kv,
+            key if config.plan.has_keys(ratio) else None,
+            open_groups(config, ratio, groups, batch, config.head_dim) if ratio > 1 else None,
+            open_groups(config, ratio, groups, batch, config.index_head_dim) if own_keys(config, ratio) else None,
+        )
     return pools
+
+
+def open_groups(config: ModelConfig, ratio: int, groups: int, batch: int, width: int) -> jax.Array:
+    """What waits in open groups before there are tokens: `half_YGBMH` of a pool, or with the index width `key_half_YGBMJ`."""
+    halves_BMW = empty_half(batch, width, ratio, overlaps(config, ratio))
+    return jnp.repeat(jnp.stack(halves_BMW)[:, None], groups, axis=1)
+
+
+def overlaps(config: ModelConfig, ratio: int) -> bool:
+    """Whether entries pool over the group before theirs too."""
+    return config.generation.own_pools and ratio == OVERLAPPING
+
+
+def own_keys(config: ModelConfig, ratio: int) -> bool:
+    """Whether pools of this ratio get their index keys from a compressor of their own."""
+    return config.generation.own_key_compressor and config.plan.has_keys(ratio)
 
 
 def _in_units(config: ModelConfig) -> bool:
     """Whether codes and scales of all entries divide the 512 bytes that a TPU fetches at once."""
+    if formats.pool_format(config).tail:
+        return False
     widths = ((config.head_dim, formats.MAIN), (config.index_head_dim, formats.INDEX))
     return all(stored.UNIT % size == 0 for width, fmt in widths for size in (width // 2, width // fmt.group))
 
@@ -183,7 +207,11 @@ def init_cache(
 
     def windows(layers: int) -> Entries:
         shape = (layers, batch, config.sliding_window, config.head_dim)
-        return stored.empty(shape, formats.WINDOW) if storage == "packed" else jnp.zeros(shape, _NUMBERS[storage])
+        return (
+            stored.empty(shape, formats.window_format(config))
+            if storage == "packed"
+            else jnp.zeros(shape, _NUMBERS[storage])
+        )
 
     return Cache(
         length_B=jnp.zeros(batch, jnp.int32),
@@ -221,15 +249,20 @@ def measure_cache(config: ModelConfig, storage: Storage = "packed") -> CacheByte
 
 
 def _check_packable(config: ModelConfig) -> None:
-    for name, width in (
-        ("head_dim", config.head_dim),
-        ("index_head_dim", config.index_head_dim if config.plan.ratios else 0),
-    ):
-        if width % formats.WINDOW.group:
+    for name, width, fmt in rounded_widths(config):
+        if (width - fmt.tail) % fmt.group:
             raise ValueError(
-                f"storage='packed' keeps a scale per {formats.WINDOW.group} channels, which {name}={width} is no multiple of; "
-                "use storage='bf16'"
+                f"storage='packed' keeps a scale per {fmt.group} channels, which {name}={width}"
+                + (f" without its {fmt.tail} rotated ones" if fmt.tail else "")
+                + " is no multiple of; use storage='bf16'"
             )
+
+
+def rounded_widths(config: ModelConfig) -> list[tuple[str, int, formats.Format]]:
+    """(name, width, format) of everything that is rounded in groups of channels."""
+    window, pool = formats.window_format(config), formats.pool_format(config)
+    keys = [("index_head_dim", config.index_head_dim, formats.INDEX)] if config.plan.index_layers else []
+    return [("head_dim", config.head_dim, max(window, pool, key=lambda f: f.group)), *keys]
 
 
 def positive(name: str, value: Any) -> int:
@@ -256,6 +289,7 @@ class Step:
     image_BT: jax.Array | None
     rope_window: tuple[jax.Array, jax.Array]  # cos, sin [B, T, R/2] of window-only layers
     rope_pool: tuple[jax.Array, jax.Array]  # of layers that read a pool
+    tokens_BT: jax.Array | None = None  # ids, where layers choose experts by them
     origin_BT: jax.Array | None = None  # where in its row a token's document begins; None: every row is one document
     cached: bool = dataclasses.field(default=True, metadata={"static": True})  # False: pools live for this call only
 

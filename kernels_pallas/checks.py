@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax.core import Tracer
 
+from kernels_pallas.dispatch import Unsupported
 from kernels_pallas.storage import Entries, Packed
 
 
@@ -78,3 +79,12 @@ def whole(name: str, value: Any, least: int) -> int:
     if number < least:
         raise ValueError(f"{name}={value!r} must be a whole number and at least {least}")
     return number
+
+
+def without_tail(*stored: Any) -> None:
+    """Refuse packed entries with channels that are not coded, which no kernel reads yet."""
+    for value in stored:
+        if isinstance(value, Packed) and value.fmt.tail:
+            raise Unsupported(
+                f"entries packed as {value.fmt} are read by XLA alone: use 'xla', or hold them as numbers"
+            )

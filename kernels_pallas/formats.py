@@ -5,6 +5,8 @@
     window      e4m3     32     1e-4         the same                           window KV
     main        e2m1     16     6 * 2**-9    e4m3(amax / 6), nearest even       pool KV
     index       e2m1     32     6 * 2**-126  2**ceil(log2(amax * f32(1/6)))     index query and key
+    mixed(R)    e4m3     64     1e-4         as window's                        V4: window and pool KV, but for the last R
+                                                                                channels, which are rotated and stay bf16
 
 A value becomes nearest-even(clamp(x / scale, +-max)) times scale. All of it is exact arithmetic on f32 bits: compilers flush
 f32 subnormals to zero, turn divisions into products with a reciprocal, and may drop a narrowing cast that is widened again.
@@ -34,6 +36,12 @@ class Format:
     group: int
     amax_floor: float
     power_of_two: bool
+    tail: int = 0  # channels at the end that are bf16 numbers
+
+    @property
+    def head(self) -> Format:
+        """The same without a tail: what holds for the channels before it."""
+        return dataclasses.replace(self, tail=0)
 
     @property
     def max(self) -> float:
@@ -45,6 +53,11 @@ OPERAND = Format("e4m3", 32, 1e-4, True)
 WINDOW = OPERAND
 MAIN = Format("e2m1", 16, 6.0 * 2.0**-9, False)
 INDEX = Format("e2m1", 32, 6.0 * 2.0**-126, True)
+
+
+def mixed(group: int, tail: int) -> Format:
+    """e4m3 in groups, the last `tail` channels bf16."""
+    return Format("e4m3", group, OPERAND.amax_floor, True, tail)
 
 
 def round_to(x: jax.Array, dtype: jax.typing.DTypeLike) -> jax.Array:
@@ -89,7 +102,7 @@ def _round_grid(x: jax.Array, smallest_exponent: int, mantissa_bits: int) -> jax
 
 
 def quantise(x: jax.Array, fmt: Format) -> tuple[jax.Array, jax.Array]:
-    """Elements (f32, on the element grid) and scales of the last axis in groups.
+    """Elements (f32, on the element grid) and scales of the last axis in groups (of a format with a tail: without it).
 
     Returns (elements [..., K/group, group], scale [..., K/group]); the scale is an int32 exponent when `fmt.power_of_two`,
     else an f32 value. ValueError when the axis is no multiple of the group.
@@ -141,6 +154,9 @@ def _round_e2m1_of_quotient(x: jax.Array, scale: jax.Array) -> jax.Array:
 
 def rounded(x: jax.Array, fmt: Format) -> jax.Array:
     """f32 values of x after the rounding `fmt`, in x's shape."""
+    if fmt.tail:
+        values = [rounded(x[..., : -fmt.tail], fmt.head), round_to(x[..., -fmt.tail :], jnp.bfloat16)]
+        return jnp.concatenate([values[0], values[1].astype(jnp.float32)], axis=-1)
     elements, scale = quantise(x, fmt)
     if fmt.power_of_two:
         values = scale_exactly(elements, scale[..., None])

@@ -7,9 +7,11 @@ Packed storage is `Packed`: codes and scales as bytes. Per entry
 
     e2m1  H/2 bytes: byte b holds channel b in the low nibble and channel b + H/2 in the high one
     e4m3  H bytes
-    scales  one byte per group of channels, e4m3 (format "main") or e8m0 (the others)
+    tail    2 bytes per channel, bf16, behind the codes
+    scales  one byte per group of channels, e4m3 (format "main") or e8m0 (the others); in whole eights where there is a tail
 
-so a main entry of 512 channels takes 256 + 32 bytes and an index key of 128 channels 64 + 4. (Halves, not neighbours, share a
+so a main entry of 512 channels takes 256 + 32 bytes, an index key of 128 channels 64 + 4, a mixed entry 448 + 2 * 64 + 8.
+(Halves, not neighbours, share a
 byte: both nibbles of a row unpack to contiguous channels.) A byte array is [..., P, X], or the same bytes in units of 512,
 [..., P X / 512, 4, 128], which is the smallest piece that lies together in a TPU's memory; `to_units` and `from_units` convert.
 """
@@ -49,13 +51,15 @@ class Packed:
 
     @property
     def code_bytes(self) -> int:
-        """Bytes of codes per entry."""
-        return self.width // 2 if self.fmt.element == "e2m1" else self.width
+        """Bytes of codes per entry, its tail included."""
+        coded = self.width - self.fmt.tail
+        return (coded // 2 if self.fmt.element == "e2m1" else coded) + 2 * self.fmt.tail
 
     @property
     def scale_bytes(self) -> int:
         """Bytes of scales per entry."""
-        return self.width // self.fmt.group
+        groups = (self.width - self.fmt.tail) // self.fmt.group
+        return -(-groups // 8) * 8 if self.fmt.tail else groups
 
     @property
     def in_units(self) -> bool:
@@ -131,6 +135,11 @@ def pack(x: jax.Array, fmt: Format, *, units: bool = False) -> Packed:
 
 def encode(x: jax.Array, fmt: Format) -> tuple[jax.Array, jax.Array]:
     """Codes and scales, uint8 [..., code bytes] and [..., scale bytes], of numbers [..., H]."""
+    if fmt.tail:
+        codes, scales = encode(x[..., : -fmt.tail], fmt.head)
+        tail = lax.bitcast_convert_type(formats.round_to(x[..., -fmt.tail :], jnp.bfloat16), jnp.uint8)
+        filled = [(0, 0)] * (scales.ndim - 1) + [(0, -scales.shape[-1] % 8)]
+        return jnp.concatenate([codes, tail.reshape(*x.shape[:-1], -1)], axis=-1), jnp.pad(scales, filled)
     elements, scale = formats.quantise(x, fmt)
     return encode_elements(elements.reshape(x.shape), fmt), formats.scale_codes(scale, fmt)
 
@@ -147,7 +156,13 @@ def encode_elements(elements: jax.Array, fmt: Format) -> jax.Array:
 
 
 def decode(codes: jax.Array, scales: jax.Array, fmt: Format) -> jax.Array:
-    """f32 numbers [..., H] of codes [..., H or H/2] and scales [..., H/group], both uint8."""
+    """f32 numbers [..., H] of codes [..., H or H/2, and a tail's bytes] and scales [..., H/group], both uint8."""
+    if fmt.tail:
+        pairs = codes[..., -2 * fmt.tail :].reshape(*codes.shape[:-1], fmt.tail, 2)
+        tail = lax.bitcast_convert_type(pairs, jnp.bfloat16).astype(jnp.float32)
+        codes = codes[..., : -2 * fmt.tail]
+        coded = codes.shape[-1] * (2 if fmt.element == "e2m1" else 1)
+        return jnp.concatenate([decode(codes, scales[..., : coded // fmt.group], fmt.head), tail], axis=-1)
     if fmt.element == "e4m3":
         elements = formats.e4m3_values(codes)
     else:

@@ -19,11 +19,12 @@ import jax
 import numpy as np
 
 from csa2_jax import Bound, Cache, Model, ModelConfig, forward, init_cache, load_checkpoint
-from csa2_jax.state import pool_name
+from csa2_jax.state import overlaps, pool_name
 from kernels_pallas import storage
 from tests import random_checkpoint as rc
 from tests.golden_sets import materialise
 from tests.oracle import OracleModel
+from tests.v4 import checkpoints as v4_checkpoints
 
 BATCH = 8
 RELEASED = Path(__file__).resolve().parent.parent / "configs" / "v41_flash.json"
@@ -157,7 +158,30 @@ def rounded(compute_dtype: str = "float32") -> Small:
     return Small(f"rounded {compute_dtype}", model, Bound.of(model), (1, 9, 30))
 
 
+def load_v4(seed: int = 0, storage: Any = "f32", knobs: dict[str, Any] | None = None, **options: Any) -> Model:
+    """A random DeepSeek-V4 checkpoint, written in the release layout and loaded (f32 without roundings unless told otherwise)."""
+    config = v4_checkpoints.config_of(storage, **(knobs or {}))
+    with tempfile.TemporaryDirectory() as directory:
+        v4_checkpoints.write(Path(directory), config, v4_checkpoints.tensors_of(config, seed))
+        return load_checkpoint(directory, **({"compute_dtype": "float32", "fake_quant": False} | options))
+
+
+@functools.cache
+def v4() -> Small:
+    """The generation before: window, CSA, HCA, CSA; groups of 4 and 8, W = 5, K = 2, the first layer routed by token id."""
+    model = load_v4()
+    return Small("v4", model, Bound.of(model), (1, 11, 40))
+
+
+@functools.cache
+def rounded_v4(compute_dtype: str = "float32") -> Small:
+    """The same with the roundings, from quantised weights: what a packed cache can hold."""
+    model = load_v4(storage="quantised", fake_quant=True, compute_dtype=compute_dtype)
+    return Small(f"rounded v4 {compute_dtype}", model, Bound.of(model), (1, 9, 30))
+
+
 SMALL = {"tiny8": tiny8, "ratios": ratios}
+EVERY = SMALL | {"v4": v4}
 
 
 def oracle_of(name: str, fault: str | None = None) -> OracleModel:
@@ -183,15 +207,23 @@ def meaningful(config: ModelConfig, cache: Cache) -> dict[str, list[np.ndarray]]
         held["draft window"] = windows(cache.draft_window_LBWH)
     for ratio in config.plan.ratios:
         pool = cache.pools[pool_name(ratio)]
+        waiting = _waiting(config, ratio, length)
         for name, array, count in (
             ("kv", storage.unpack(pool.kv_GBPH), length // ratio),
-            ("key", storage.unpack(pool.key_GBPJ), length // ratio),
-            ("c half", None if pool.half_YGBMH is None else pool.half_YGBMH[0], length % ratio),
-            ("z half", None if pool.half_YGBMH is None else pool.half_YGBMH[1], length % ratio),
+            ("key", None if pool.key_GBPJ is None else storage.unpack(pool.key_GBPJ), length // ratio),
+            ("c half", None if pool.half_YGBMH is None else pool.half_YGBMH[0], waiting),
+            ("z half", None if pool.half_YGBMH is None else pool.half_YGBMH[1], waiting),
+            ("key c half", None if pool.key_half_YGBMJ is None else pool.key_half_YGBMJ[0], waiting),
+            ("key z half", None if pool.key_half_YGBMJ is None else pool.key_half_YGBMJ[1], waiting),
         ):
             if array is not None:
                 held[f"m{ratio} {name}"] = [np.asarray(array)[:, b, :n].astype(np.float32) for b, n in enumerate(count)]
     return held
+
+
+def _waiting(config: ModelConfig, ratio: int, length: np.ndarray) -> np.ndarray:
+    """How many of a row's waiting rows mean something: the open group's, where entries overlap those of the last group too."""
+    return length % ratio + (ratio if overlaps(config, ratio) else 0)
 
 
 def poisoned(config: ModelConfig, cache: Cache) -> Cache:
@@ -210,6 +242,9 @@ def poisoned(config: ModelConfig, cache: Cache) -> Cache:
             np.where(free.reshape(1, *free.shape, *[1] * (array.ndim - 3)), nan, np.asarray(array))
         )
 
+    def fill_halves(half: Any, used: np.ndarray) -> Any:
+        return None if half is None else jax.numpy.stack([fill(one, used) for one in half])
+
     pools = {}
     for ratio in config.plan.ratios:
         pool = cache.pools[pool_name(ratio)]
@@ -217,9 +252,8 @@ def poisoned(config: ModelConfig, cache: Cache) -> Cache:
             pool,
             kv_GBPH=fill(pool.kv_GBPH, length // ratio),
             key_GBPJ=fill(pool.key_GBPJ, length // ratio),
-            half_YGBMH=None
-            if pool.half_YGBMH is None
-            else jax.numpy.stack([fill(half, length % ratio) for half in pool.half_YGBMH]),
+            half_YGBMH=fill_halves(pool.half_YGBMH, _waiting(config, ratio, length)),
+            key_half_YGBMJ=fill_halves(pool.key_half_YGBMJ, _waiting(config, ratio, length)),
         )
     # A window that is not full yet is filled from slot 0; the decoder's hold nothing of tokens that passed the encoder alone.
     window = fill(cache.window_LBWH, np.minimum(length, width))

@@ -50,15 +50,18 @@ ROOMS = (
         "saving",
         "adapters",
     ),
-    ("accounting", "manifest", "safetensors_io", "progress"),
+    ("accounting", "manifest", "safetensors_io", "progress", "lineage"),
     ("stack", "dspark"),
     ("block",),
     ("attention", "moe", "engram", "residual", "learning"),
     ("indexer", "compressor", "engram_host"),
     ("layers", "rope", "formats", "state", "numerics", "calls", "structure", "expert_blocks"),
+    ("counts",),
     ("config",),
-    ("plan", "ngram"),
-    ("dims",),
+    ("config_rules",),
+    ("config_reading",),
+    ("plan", "ngram", "generations"),
+    ("dims", "embedded"),
 )
 # Rooms of kernels_pallas that stand open beside its doors: number formats and how entries are stored.
 OPEN = ("formats", "storage")

@@ -25,7 +25,7 @@ from benchmarks import (
     inference_prefill,
     inference_reindex,
 )
-from benchmarks.inference_counts import active_bytes, candidate_entries, flops, pool_reads
+from benchmarks.inference_counts import active_bytes
 from benchmarks.inference_measure import (
     Ratio,
     fit_line,
@@ -43,6 +43,7 @@ from benchmarks.inference_measure import (
 from benchmarks.inference_models import BENCH, QUICK, Bench, at_length, filled_cache, shrunk
 from benchmarks.inference_report import Report, Target, wanted, write_json
 from csa2_jax import Bound, Model, ModelConfig, Numerics, Unsupported, forward
+from csa2_jax.counts import candidate_entries, flops, pool_reads
 from kernels_pallas import index_select
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -126,7 +127,8 @@ def test_flops_of_the_first_three_tokens_equal_hand_count():
     assert found["experts"] == 2 * 3 * 12 * (2 + 1) * 3 * 512 * 512
     assert found["router"] == 2 * 3 * 12 * 8 * 512
     # Entries seen by the three queries: at ratio 2 none, one, one; at ratio 1 one, two, three, also among the candidates.
-    assert found["index scores"] == 2 * (2 + 3 * 6) * (8 * 64 + 8)
+    assert found["index scores"] == 2 * (2 + 3 * 6) * 8 * 64
+    assert found["score sums"] == 2 * (2 + 3 * 6) * 8
     # Window rows: one, two, three in all 12 layers; entries: four layers of the first group read 2, six of the decoder 6.
     assert found["attention"] == 2 * 2 * 8 * 128 * (12 * 6 + 4 * 2 + 6 * 6)
     # Ratio 2: values and gates of 3 tokens, their weighted sum, one key; ratio 1: values and keys of 3.
@@ -135,7 +137,8 @@ def test_flops_of_the_first_three_tokens_equal_hand_count():
     assert found["hyper-connections"] == 2 * 3 * 2 * 12 * (24 * 2048 + 2048 + 4 * 5 * 512)
     assert found["head"] == 2 * (4 * 512 + 512 * 4096)
     assert set(found) == {
-        *("projections", "experts", "router", "index scores", "attention", "compressor", "hyper-connections", "head")
+        *("projections", "experts", "router", "index scores", "score sums", "attention", "compressor"),
+        *("hyper-connections", "head"),
     }
 
 

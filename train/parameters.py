@@ -48,12 +48,12 @@ RULES: Final[tuple[Rule, ...]] = (
     Rule("index query heads", ("indexers.wq_b.weight",), "muon", split="index_n_heads"),
     Rule("output groups", ("*attn.wo_a.weight",), "muon", split="o_groups"),
     Rule("norms", ("*norm.weight", "engram.q_weight", "engram.k_weight"), "adamw"),
-    Rule("biases and scales", ("*.base", "*.scale", "*.attn_sink"), "adamw", decay=False),
+    Rule("biases and scales", ("*.base", "*.scale", "*.attn_sink", "compressors.*.bias"), "adamw", decay=False),
     Rule("confidence head", ("draft.confidence.weight",), "adamw"),
     Rule("linear weights", ("*.weight", "*.fn"), "muon"),
 )
 ROLES: Final = {rule.role: rule for rule in RULES}
-INDEXER: Final = ("indexers.*", "compressors.*.wk.*", "compressors.*.k_norm.*")
+INDEXER: Final = ("indexers.*", "compressors.*.wk.*", "compressors.*.k_norm.*", "compressors.*.keys.*")
 """What decides selections and nothing else: trained by the index loss alone."""
 DRAFT: Final = ("draft.*",)
 """The draft head: trained by its own loss alone."""
@@ -165,7 +165,7 @@ def table(arrays: Mapping[str, Any], choice: Choice, config: ModelConfig) -> lis
     """How every parameter is trained, in the order of the rules."""
     rows = []
     for name, array in arrays.items():
-        if name in ("token_map", "ngram_products"):
+        if name in ("token_map", "ngram_products", "layers.ffn.by_token"):
             continue
         rule = choice.rule(name, array)
         matrices = math.prod(array.shape[:-2]) * (getattr(config, rule.split) if rule.split else 1)

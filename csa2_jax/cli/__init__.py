@@ -16,6 +16,7 @@ from typing import Final
 
 COMMANDS: Final[dict[str, str]] = {
     "inspect": "show a model's plan, pools, bytes and parameters: as tables, JSON or a picture",
+    "compare": "this generation beside the ones before: cache, decode and prefill, as tables and a picture",
     "generate": "run a model on a prompt and stream what it says",
     "chat": "talk with a model in the terminal",
     "convert": "release checkpoint -> sharded Orbax checkpoint, resumable; or --plan it without weights",

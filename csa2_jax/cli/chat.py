@@ -20,7 +20,7 @@ _STYLES: Final = {"reasoning": "dim italic", "content": "", "tool_call": "cyan"}
 
 
 def main(
-    model: Path,
+    model: Path | None = None,
     system: str | None = None,
     thinking: bool = False,
     effort: str | None = None,
@@ -43,7 +43,8 @@ def main(
     Type /help in the conversation for its commands, such as /retry, /reset, /save, /load, /thinking and /stats.
 
     Args:
-        model: directory with config.json, safetensors and tokenizer.json in the release layout.
+        model: directory with config.json, safetensors and tokenizer.json in the release layout; by default the small model that
+            comes with the package, which has read Python's library and nothing else.
         system: a system message to begin with.
         thinking: let the model reason before it answers (shown dimmed).
         effort: of the reasoning: low, high, max, or 1 to 100.
@@ -64,11 +65,17 @@ def main(
     from rich.console import Console
 
     from csa2_jax.config import ModelConfig
+    from csa2_jax.embedded import default_model
     from csa2_jax.sampling import Sampling
     from csa2_jax.tokenizer import find_tokenizer
 
     console = Console(highlight=False)
     sampling = Sampling(temperature, top_k, top_p, seed)
+    title = "the model that comes with the package: ask it what something in Python's library does"
+    if model is None:
+        model = default_model()
+    else:
+        title = model.resolve().name
     config = ModelConfig.from_hf(model)
     tokenizer = find_tokenizer(model, config)
     if tokenizer is None:
@@ -107,9 +114,7 @@ def main(
     )
     if history is not None:
         conversation.messages = history
-    console.print(
-        f"[bold]{model.resolve().name}[/]  [dim]/help tells the commands, Ctrl-C ends an answer, Ctrl-D leaves[/]"
-    )
+    console.print(f"[bold]{title}[/]  [dim]/help tells the commands, Ctrl-C ends an answer, Ctrl-D leaves[/]")
     return Terminal(conversation, console).run()
 
 

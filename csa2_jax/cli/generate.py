@@ -9,7 +9,7 @@ from typing import Literal
 
 
 def main(
-    model: Path,
+    model: Path | None = None,
     prompt: str | None = None,
     prompt_ids: str | None = None,
     max_new_tokens: int | None = None,
@@ -35,7 +35,8 @@ def main(
     (pip install 'csa2-jax[tokenizer]').
 
     Args:
-        model: directory with config.json and safetensors in the release layout.
+        model: directory with config.json and safetensors in the release layout; by default the small model that comes with the
+            package, which has read Python's library and nothing else.
         prompt: text to continue; '-' reads standard input.
         prompt_ids: token ids to continue instead, separated by commas or spaces.
         max_new_tokens: how many tokens to make at most (by default 128, or what fits); the end-of-sequence token ends earlier.
@@ -59,8 +60,10 @@ def main(
     if (prompt is None) == (prompt_ids is None):
         raise ValueError("give either --prompt TEXT or --prompt-ids 1,2,3")
     from csa2_jax.config import ModelConfig
+    from csa2_jax.embedded import default_model
     from csa2_jax.tokenizer import TextStream, find_tokenizer
 
+    model = model or default_model()
     config = ModelConfig.from_hf(model)
     tokenizer = find_tokenizer(model, config)
     if prompt_ids is not None:

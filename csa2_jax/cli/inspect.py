@@ -73,7 +73,6 @@ def _accounted(directory: Path) -> tuple[ModelConfig, dict[str, Any]]:
 def describe(config: ModelConfig) -> dict[str, Any]:
     """Everything the tables show, as JSON-able values: layers, segments, pools, cache, parts, totals, unbuilt."""
     plan = config.plan
-    entry = manifest.pool_entry_bytes(config)
     parts = manifest.part_totals(config)
     window = manifest.window_bytes_per_sequence(config)
     return {
@@ -98,12 +97,12 @@ def describe(config: ModelConfig) -> dict[str, Any]:
             {
                 "layer": s.layer,
                 "tokens_per_entry": s.ratio,
-                "bytes_per_entry": entry,
-                "bytes_per_token": entry / s.ratio,
+                "bytes_per_entry": manifest.pool_entry_bytes(config, s.mode),
+                "bytes_per_token": manifest.pool_entry_bytes(config, s.mode) / s.ratio,
                 "readers": [r.layer for r in plan.layers if r.pool_source == s.layer and r.layer != s.layer],
             }
             for s in plan.layers
-            if s.mode is Mode.FULL
+            if s.mode.makes_pool
         ],
         "cache": {
             "bytes_per_token": manifest.cached_bytes_per_token(config),
@@ -126,7 +125,8 @@ def describe_segment(segment: Segment) -> str:
     head = f"{segment.mode} m={segment.ratio}" if segment.ratio else f"{segment.mode}"
     if not segment.tail_length:
         return f"{len(segment.heads)} x {head}"
-    return f"{len(segment.heads)} x ({head} + {segment.tail_length} REUSE)"
+    tail = f"{segment.tail_mode} m={segment.tail_ratio}" if segment.tail_ratio else f"{segment.tail_mode}"
+    return f"{len(segment.heads)} x ({head} + {segment.tail_length} {tail})"
 
 
 def ranges(ids: Sequence[int]) -> str:
@@ -159,7 +159,14 @@ def human_count(n: int) -> str:
 
 # ---- tables ----
 
-_MODE_STYLE = {Mode.SWA: "dim", Mode.FULL: "bold red", Mode.REINDEX: "yellow", Mode.REUSE: ""}
+_MODE_STYLE = {
+    Mode.SWA: "dim",
+    Mode.FULL: "bold red",
+    Mode.REINDEX: "yellow",
+    Mode.REUSE: "",
+    Mode.CSA: "bold red",
+    Mode.HCA: "blue",
+}
 
 
 def _print_report(config: ModelConfig, report: dict[str, Any]) -> None:
@@ -229,7 +236,9 @@ def _print_plan(config: ModelConfig, report: dict[str, Any], console: Console) -
         )
     console.print(table)
     n, start = len(plan.layers), plan.decoder_start
-    halves = f"encoder {ranges(range(start))}" + (f", decoder {ranges(range(start, n))}" if start < n else "")
+    halves = f"encoder {ranges(range(start))}, decoder {ranges(range(start, n))}"
+    if start == n:
+        halves = f"layers {ranges(range(n))}, no decoder"
     _say(console, f"{halves}; scanned as {', '.join(report['segments'])}")
     if targets := len(config.dspark_target_layer_ids):
         _say(

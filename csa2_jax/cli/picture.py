@@ -27,6 +27,16 @@ MODE_COLOURS: Final = {
     Mode.FULL: ("#1f3a5f", "#ffffff"),
     Mode.REINDEX: ("#5b8db8", "#ffffff"),
     Mode.REUSE: ("#d6e4f0", INK),
+    Mode.CSA: ("#1f3a5f", "#ffffff"),
+    Mode.HCA: ("#5b8db8", "#ffffff"),
+}
+MODE_MEANINGS: Final = {
+    Mode.FULL: "makes pool, selection",
+    Mode.REINDEX: "selects again",
+    Mode.REUSE: "reads pool, selection",
+    Mode.CSA: "own pool, own selection",
+    Mode.HCA: "own pool, read whole",
+    Mode.SWA: "window only",
 }
 LANES: Final = {"pool": "#0f766e", "selection": "#c2571a", "candidates": "#7c3aed", "draft": "#52606d"}
 PARTS: Final = (
@@ -64,7 +74,7 @@ class _Picture:
         n = len(self.layers)
         self.cell = max(0.4, 9.0 / n)
         self.width = _LEFT + n * self.cell + _RIGHT
-        lanes = 3 + any(s.makes_candidates for s in self.layers) + bool(config.num_nextn_predict_layers)
+        lanes = 3 + any(s.makes_candidates for s in self.layers) + bool(config.dspark_target_layer_ids)
         self.height = 3.7 + lanes * _LANE
         figure = Figure(figsize=(self.width, self.height), facecolor="white")
         self.canvas = FigureCanvasAgg(figure)
@@ -82,7 +92,7 @@ class _Picture:
         self.selection_lane()
         if any(s.makes_candidates for s in self.layers):
             self.candidate_lane()
-        if self.config.num_nextn_predict_layers:
+        if self.config.dspark_target_layer_ids:
             self.draft_lane()
         self.bytes_by_part()
         self.canvas.print_figure(path, dpi=160)
@@ -138,12 +148,9 @@ class _Picture:
             QUIET,
         )
         x = 0.3
-        for mode, meaning in (
-            (Mode.FULL, "makes pool, selection"),
-            (Mode.REINDEX, "selects again"),
-            (Mode.REUSE, "reads pool, selection"),
-            (Mode.SWA, "window only"),
-        ):
+        for mode, meaning in MODE_MEANINGS.items():
+            if all(s.mode is not mode for s in self.layers):
+                continue
             face, _ = MODE_COLOURS[mode]
             self.ax.add_patch(Rectangle((x, 0.95), 0.16, 0.16, facecolor=face, edgecolor=INK, linewidth=0.7))
             x = self.text(x + 0.24, 1.03, str(mode), 8.5, weight="bold")
@@ -155,7 +162,7 @@ class _Picture:
 
     def halves(self) -> None:
         start, n = self.config.plan.decoder_start, len(self.layers)
-        for name, first, last in (("encoder", 0, start), ("decoder", start, n)):
+        for name, first, last in (("layers" if start == n else "encoder", 0, start), ("decoder", start, n)):
             if first == last:
                 continue
             a, b, y = self.x(first) + 0.03, self.x(last) - 0.03, self.y + 0.2
@@ -215,13 +222,12 @@ class _Picture:
         self.y += _LANE
 
     def pool_lane(self) -> None:
-        entry = manifest.pool_entry_bytes(self.config)
         self.lane_name("pool", "solid: makes, tinted: reads", LANES["pool"])
         self.shared(
             LANES["pool"],
-            [s for s in self.layers if s.mode is Mode.FULL],
+            [s for s in self.layers if s.mode.makes_pool],
             lambda s, maker: s.pool_source == maker.layer,
-            lambda s: f"{entry / s.ratio:,.1f} bytes per token",
+            lambda s: f"{manifest.pool_entry_bytes(self.config, s.mode) / s.ratio:,.1f} bytes per token",
         )
 
     def selection_lane(self) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 from csa2_jax.config import ModelConfig
 from csa2_jax.conversion.converted import Weights, layout
 from csa2_jax.conversion.stacks import Stack, stacks_of
-from csa2_jax.manifest import TensorSpec, release_tensors
+from csa2_jax.manifest import TensorSpec, absent_slots, release_tensors
 from csa2_jax.sharding import Rules, logical_axes, partition, pieces
 
 
@@ -100,7 +100,9 @@ def budget(
     specs = tuple(release_tensors(config))
     built = {spec.path for spec in specs if spec.path is not None}
     parameters = []
-    for path, stack in stacks_of(specs, {spec.name: spec for spec in layout(config, weights)}).items():
+    for path, stack in stacks_of(
+        specs, {spec.name: spec for spec in layout(config, weights)}, absent_slots(config)
+    ).items():
         split = partition(path, stack.shape, mesh, rules)
         parts = math.prod(pieces(split, mesh))
         parameters.append(

@@ -39,6 +39,7 @@ from csa2_jax.conversion.converted import (
 from csa2_jax.conversion.opening import Opened, open_checkpoint
 from csa2_jax.conversion.stacks import Region, Stack, stacks_of
 from csa2_jax.conversion.staging import Staging
+from csa2_jax.manifest import absent_slots
 from csa2_jax.progress import byte_progress
 from csa2_jax.safetensors_io import CheckpointError, TensorFiles, read_metadata
 from csa2_jax.sharding import partition, pieces
@@ -109,7 +110,7 @@ def convert(
     config, files, specs = opened.config, opened.files, opened.specs
     assert isinstance(files, TensorFiles)
     token_map = find_token_map(source, config)
-    stacks = stacks_of(specs, {spec.name: spec for spec in layout(config, weights)})
+    stacks = stacks_of(specs, {spec.name: spec for spec in layout(config, weights)}, absent_slots(config))
     own = list(pieces_of(stacks.values(), mesh or {}, piece_bytes, host, hosts))
     begun = {
         "layout": _layout_digest(stacks.values(), mesh or {}, piece_bytes),

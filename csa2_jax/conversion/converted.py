@@ -28,7 +28,7 @@ from csa2_jax.config import ModelConfig
 from csa2_jax.conversion.pieces import Pieces
 from csa2_jax.conversion.stacks import Region, Stack, refuse_nan_scale, stacks_of
 from csa2_jax.conversion.staging import BEGUN
-from csa2_jax.manifest import TensorSpec, release_tensors
+from csa2_jax.manifest import TensorSpec, absent_slots, release_tensors
 from csa2_jax.safetensors_io import DTYPES, INDEX_FILE, SINGLE_FILE, CheckpointError, Entries, TensorEntry, read_json
 from csa2_jax.token_map import TOKEN_MAP_FILE
 
@@ -136,7 +136,7 @@ class ConvertedFiles(Entries):
         self.weights: Weights = self.marker["weights"]
         self.config = ModelConfig.from_hf(self.directory)
         self.specs = layout(self.config, self.weights)
-        self.stacks = stacks_of(self.specs, {spec.name: spec for spec in self.specs})
+        self.stacks = stacks_of(self.specs, {spec.name: spec for spec in self.specs}, absent_slots(self.config))
         self._of = {spec.name: spec for spec in self.specs}
         self._arrays = _open(self.directory / PARAMS, self.stacks)
         self._pieces = {path: Pieces(self.directory / PARAMS / path, array) for path, array in self._arrays.items()}
@@ -153,6 +153,8 @@ class ConvertedFiles(Entries):
         spec = self._of[name]
         within = tuple(slice(*s.indices(n)) for s, n in zip(region, spec.shape, strict=False))
         values = self._read(spec.path or name, (*spec.index, *within))
+        if spec.dtype == "I64":
+            return values.astype(np.int64)
         return values.view(DTYPES[spec.dtype]) if spec.dtype == "I8" else values
 
     def read(self, name: str) -> np.ndarray:

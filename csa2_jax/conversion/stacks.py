@@ -17,13 +17,14 @@ from typing import Final, Protocol
 
 import numpy as np
 
-from csa2_jax.manifest import TILE, TensorSpec
+from csa2_jax.manifest import TensorSpec, scale_tile
 from csa2_jax.safetensors_io import DTYPES, CheckpointError, TensorEntry
 
 Region = tuple[slice, ...]
 Advance = Callable[[int], None]
 
 _E2M1: Final = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6], np.float32)
+_ROWS: Final = 128  # rows are read in multiples of the largest tile
 _BLOCK: Final = 1 << 22  # elements converted at a time: bounds the f32 temporaries
 
 
@@ -65,10 +66,18 @@ class Source:
 class Stack:
     """A parameter [stack axes..., tensor axes...] and the tensor of each of its slots.
 
-    Raises CheckpointError if a slot has no tensor, two, or one that does not fit.
+    absent: slots that no tensor fills, which are zero. Raises CheckpointError if another slot has no tensor, or one has two, or
+    one that does not fit.
     """
 
-    def __init__(self, path: str, shape: tuple[int, ...], dtype: np.dtype, sources: Sequence[Source]) -> None:
+    def __init__(
+        self,
+        path: str,
+        shape: tuple[int, ...],
+        dtype: np.dtype,
+        sources: Sequence[Source],
+        absent: frozenset[tuple[int, ...]] = frozenset(),
+    ) -> None:
         self.path, self.shape, self.dtype = path, tuple(shape), np.dtype(dtype)
         self.axes = axes = len(sources[0].weight.index)
         self.sources = {source.weight.index: source for source in sources}
@@ -82,10 +91,10 @@ class Stack:
                 raise CheckpointError(
                     f"{source.weight.name} {list(source.shape)} does not fit slot {list(index)} of parameter {path} {list(shape)}"
                 )
-        if len(self.sources) != len(sources) or len(sources) != math.prod(shape[:axes]):
+        if len(self.sources) != len(sources) or len(sources) + len(absent) != math.prod(shape[:axes]):
             filled = np.zeros(shape[:axes], np.int64)
-            for source in sources:
-                filled[source.weight.index] += 1
+            for index in (*(source.weight.index for source in sources), *absent):
+                filled[index] += 1
             slot = tuple(int(i) for i in np.argwhere(filled != 1)[0])
             raise CheckpointError(
                 f"slot {list(slot)} of parameter {path} {list(shape)} is filled {filled[slot]} times, not once"
@@ -111,7 +120,10 @@ class Stack:
         out = np.empty([s.stop - s.start for s in region], self.dtype)
         for index in itertools.product(*(range(s.start, s.stop) for s in region[: self.axes])):
             slot = out[tuple(i - s.start for i, s in zip(index, region, strict=False))]
-            source = self.sources[index]
+            source = self.sources.get(index)
+            if source is None:
+                slot[...] = 0
+                continue
             for rows, part in _row_blocks(region[self.axes :], source.shape):
                 advance(_fill(files, source, part, slot[rows]))
         return out
@@ -120,10 +132,10 @@ class Stack:
 def _row_blocks(region: Region, shape: tuple[int, ...]) -> Iterator[tuple[slice, Region]]:
     """(rows of the result, region of the tensor) a few rows at a time, each beginning at a tile of the tensor."""
     first, *rest = region
-    step = max(TILE, _BLOCK // max(math.prod(shape[1:]), 1) // TILE * TILE)
+    step = max(_ROWS, _BLOCK // max(math.prod(shape[1:]), 1) // _ROWS * _ROWS)
     start = first.start
     while start < first.stop:
-        stop = min(start // TILE * TILE + step, first.stop)
+        stop = min(start // _ROWS * _ROWS + step, first.stop)
         yield slice(start - first.start, stop - first.start), (slice(start, stop), *rest)
         start = stop
 
@@ -137,15 +149,15 @@ def _fill(files: Files, source: Source, region: Region, out: np.ndarray) -> int:
         return stored.nbytes
     # Whole tiles and rows of both, of which the region is cut: scales and packed pairs are shared by several elements.
     rows, columns = region
-    top = rows.start // TILE * TILE
-    tile = 1 if scale.shape[0] == weight.shape[0] else TILE
+    tile, across = scale_tile(source.shape, scale.shape)
+    top = rows.start // tile * tile
     stored = files.part(weight.name, (slice(top, rows.stop),))
     scales = files.part(scale.name, (slice(top // tile, -(-rows.stop // tile)),))
     refuse_nan_scale(files, scale.name, scales, top // tile)
     values = out if (top, columns) == (rows.start, slice(0, source.shape[1], 1)) else None
     if values is None:
         values = np.empty((rows.stop - top, source.shape[1]), out.dtype)
-    dequantise(weight.name, stored, scales, values, first_row=top, tile=tile)
+    dequantise(weight.name, stored, scales, values, first_row=top, tile=(tile, across))
     if values is not out:
         out[...] = values[rows.start - top :, columns]
     return stored.nbytes + scales.nbytes
@@ -157,6 +169,12 @@ def _as_stored(files: Files, spec: TensorSpec, stored: np.ndarray, dtype: np.dty
         refuse_nan_scale(files, spec.name, stored, region[0].start)
     if spec.dtype == "I8" and dtype == np.uint8:
         return stored.view(np.uint8)
+    if spec.dtype == "I64" and dtype == np.int32:
+        if stored.size and not 0 <= stored.min() <= stored.max() < 2**31:
+            raise CheckpointError(
+                f"{files[spec.name].file}: {spec.name} holds {stored.min()} and {stored.max()}, which are no ids: {files.remedy}"
+            )
+        return stored
     if stored.dtype == dtype or (spec.dtype, dtype) == ("BF16", np.dtype(np.float32)):
         return stored  # assigning bf16 to f32 widens exactly
     remedy = "load with weights='float32'" if spec.dtype == "F32" else "this is a fault of the loader"
@@ -179,23 +197,28 @@ def refuse_nan_scale(files: Files, name: str, scale: np.ndarray, first_row: int 
 
 
 def dequantise(
-    name: str, weight: np.ndarray, scale: np.ndarray, out: np.ndarray, *, first_row: int = 0, tile: int | None = None
+    name: str,
+    weight: np.ndarray,
+    scale: np.ndarray,
+    out: np.ndarray,
+    *,
+    first_row: int = 0,
+    tile: tuple[int, int] | None = None,
 ) -> None:
     """out[i, j] = value(weight)[i, j] * 2**(scale byte - 127), exactly, into f32 or bf16 `out` [rows, width].
 
     `weight` is e4m3 [rows, width], or int8 [rows, width/2] with two e2m1 values per byte, the even one in the low nibble.
-    `scale` covers 32 columns per column of its own, and `tile` rows (found from the shapes by default: 32 or one).
+    `scale` covers `tile` rows and columns (found from the shapes by default).
     CheckpointError, with rows counted from `first_row`, where bf16 cannot hold a product.
     """
     rows, width = out.shape
-    if tile is None:
-        tile = 1 if scale.shape[0] == rows else TILE
-    step = max(TILE, _BLOCK // max(width, 1) // TILE * TILE)
+    down, across = tile or scale_tile((rows, width), scale.shape)
+    step = max(_ROWS, _BLOCK // max(width, 1) // _ROWS * _ROWS)
     for start in range(0, rows, step):
         block = slice(start, min(start + step, rows))
         values = _unpack(weight[block]) if weight.dtype == np.int8 else weight[block].astype(np.float32)
-        exponent = scale[start // tile : -(-block.stop // tile)].astype(np.int32) - 127
-        exponent = np.repeat(np.repeat(exponent, tile, axis=0), TILE, axis=1)[: len(values), :width]
+        exponent = scale[start // down : -(-block.stop // down)].astype(np.int32) - 127
+        exponent = np.repeat(np.repeat(exponent, down, axis=0), across, axis=1)[: len(values), :width]
         with np.errstate(over="ignore", under="ignore"):  # looked at below
             out[block] = np.ldexp(values, exponent)
         # Far exponents leave f32 or bf16: seldom worth a second look, never worth a silent infinity or zero.
@@ -244,7 +267,12 @@ def group_by_path(specs: Sequence[TensorSpec], targets: Collection[str]) -> dict
     return stacks
 
 
-def stacks_of(specs: Sequence[TensorSpec], wanted: Mapping[str, TensorSpec]) -> dict[str, Stack]:
+Absent = Mapping[str, frozenset[tuple[int, ...]]]  # by path, see `manifest.absent_slots`
+
+
+def stacks_of(
+    specs: Sequence[TensorSpec], wanted: Mapping[str, TensorSpec], absent: Absent | None = None
+) -> dict[str, Stack]:
     """The stacks that hold `wanted` (tensors by name, in the layout to be written), filled from `specs` of the same names.
 
     A tensor that belongs to no parameter of ours (an image tower) is a stack of its own under its own name.
@@ -257,10 +285,11 @@ def stacks_of(specs: Sequence[TensorSpec], wanted: Mapping[str, TensorSpec]) -> 
     for path, sources in group_by_path(placed, targets).items():
         sizes = zip(*(source.weight.index for source in sources), strict=True)
         shape = (*(max(axis) + 1 for axis in sizes), *sources[0].shape)
-        stacks[path] = Stack(path, shape, parameter_dtype(targets[path].dtype), sources)
+        dtype, holes = parameter_dtype(targets[path].dtype), (absent or {}).get(path, frozenset())
+        stacks[path] = Stack(path, shape, dtype, sources, holes)
     return stacks
 
 
 def parameter_dtype(stored: str) -> np.dtype:
-    """NumPy dtype of a parameter that keeps what the release stores as `stored`: packed bytes and exponents are uint8."""
-    return np.dtype(np.uint8) if stored == "I8" else DTYPES[stored]
+    """NumPy dtype of a parameter that keeps what is stored as `stored`: packed bytes and exponents are uint8, ids int32."""
+    return {"I8": np.dtype(np.uint8), "I64": np.dtype(np.int32)}.get(stored, DTYPES[stored])

@@ -11,7 +11,7 @@ import ml_dtypes
 import numpy as np
 
 from csa2_jax.conversion.stacks import Files, Region, Source, Stack
-from csa2_jax.manifest import TILE, TensorSpec
+from csa2_jax.manifest import TensorSpec, scale_tile
 from csa2_jax.safetensors_io import DTYPES, CheckpointError, Entries, TensorEntry
 
 _FP8_MAX, _FP4_MAX = 448.0, 6.0
@@ -53,7 +53,7 @@ class Widened(_View):
 class Requantised(_View):
     """bf16 or f32 weights as fp8 and fp4 with scales that are powers of two, as the release stores them.
 
-    scale = 2**ceil(log2(amax / max)), one per 32x32 tile (fp8, max 448) or per 32 along a row (fp4, max 6); a tile of zeros has
+    scale = 2**ceil(log2(amax / max)), one per tile (fp8, max 448) or per 32 along a row (fp4, max 6); a tile of zeros has
     scale 1. Elements are rounded to nearest even. What was dequantised from such a storage comes back with the same values.
     """
 
@@ -65,7 +65,9 @@ class Requantised(_View):
         if spec.dtype not in ("F8_E4M3", "I8", "F8_E8M0") or held == self._of[weight].dtype:
             return self.source.part(name, region)
         rows, *rest = (*region, *(slice(None),) * (len(spec.shape) - len(region)))
-        tile = TILE if self._of[weight].dtype == "F8_E4M3" else 1
+        kind = "fp8" if self._of[weight].dtype == "F8_E4M3" else "fp4"
+        scales = self._of[weight.removesuffix(".weight") + ".scale"]
+        tile, across = scale_tile(self._of[weight].logical_shape, scales.shape)
         start, stop, _ = rows.indices(spec.shape[0])
         if spec.dtype == "F8_E8M0":
             first, last = start * tile, min(stop * tile, self._of[weight].shape[0])
@@ -77,26 +79,27 @@ class Requantised(_View):
             raise CheckpointError(
                 f"{weight}[{first + i}, {j}] is {values[i, j]}, which fp8 and fp4 cannot hold: export as bf16"
             )
-        codes, scale = quantise(values, tile, "fp8" if tile == TILE else "fp4")
+        codes, scale = quantise(values, (tile, across), kind)
         found = scale if spec.dtype == "F8_E8M0" else codes[start - first : stop - first]
         return found[(slice(None), *rest)]
 
 
-def quantise(values: np.ndarray, tile: int, kind: Literal["fp8", "fp4"]) -> tuple[np.ndarray, np.ndarray]:
-    """(codes, e8m0 scales as bytes) of finite f32 [rows, width], one scale per `tile` rows and 32 columns; see `Requantised`."""
+def quantise(values: np.ndarray, tile: tuple[int, int], kind: Literal["fp8", "fp4"]) -> tuple[np.ndarray, np.ndarray]:
+    """(codes, e8m0 scales as bytes) of finite f32 [rows, width], one scale per `tile` rows and columns; see `Requantised`."""
     exponent = tile_exponents(values, tile, _FP8_MAX if kind == "fp8" else _FP4_MAX)
-    grown = np.repeat(np.repeat(exponent, tile, axis=0), TILE, axis=1)[: values.shape[0], : values.shape[1]]
+    grown = np.repeat(np.repeat(exponent, tile[0], axis=0), tile[1], axis=1)[: values.shape[0], : values.shape[1]]
     scaled = np.ldexp(values, -grown)
     codes = scaled.astype(ml_dtypes.float8_e4m3fn) if kind == "fp8" else _pack(scaled)
     return codes, (exponent + 127).astype(np.uint8)
 
 
-def tile_exponents(values: np.ndarray, tile: int, largest: float) -> np.ndarray:
-    """Exponent e of the smallest power of two with amax <= largest * 2**e, int32 [ceil(rows / tile), ceil(width / 32)]."""
-    rows, width = values.shape
-    padded = np.zeros((-(-rows // tile) * tile, -(-width // TILE) * TILE), np.float32)
+def tile_exponents(values: np.ndarray, tile: tuple[int, int], largest: float) -> np.ndarray:
+    """Exponent e of the smallest power of two with amax <= largest * 2**e, int32, of every tile of [rows, width]."""
+    (rows, width), (down, across) = values.shape, tile
+    padded = np.zeros((-(-rows // down) * down, -(-width // across) * across), np.float32)
     padded[:rows, :width] = np.abs(values)
-    amax = padded.reshape(len(padded) // tile, tile, padded.shape[1] // TILE, TILE).max(axis=(1, 3)).astype(np.float64)
+    tiles = padded.reshape(len(padded) // down, down, padded.shape[1] // across, across)
+    amax = tiles.max(axis=(1, 3)).astype(np.float64)
     fraction, exponent = np.frexp(amax / largest)  # amax / largest = fraction * 2**exponent, fraction in [1/2, 1)
     exponent = np.where(fraction == 0.5, exponent - 1, exponent)
     return np.clip(np.where(amax == 0, 0, exponent), -127, 127).astype(np.int32)

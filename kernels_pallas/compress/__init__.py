@@ -169,12 +169,15 @@ def waiting_rows(
     count_B: Int[Array, " B"],
     *,
     ratio: int,
+    bias_MH: Float[Array, "ratio W"] | None = None,
+    overlap: bool = False,
 ) -> Float[Array, "B M W"]:
-    """The carried rows after the first `count_B` of the new ones, without overlap or bias: what `compress` returns for them.
+    """The carried rows after the first `count_B` of the new ones: what `compress` returns for them, of C or (with bias) of Z.
 
     For callers that learn how many of a call's rows are real only after it.
     """
-    return rows.carry(half_BMH, new_BTH, None, phase_B, count_B, ratio=ratio, lead=0)
+    lead = rows.lead_rows(ratio, overlap)
+    return rows.carry(half_BMH, new_BTH, bias_MH, phase_B, count_B, ratio=ratio, lead=lead)
 
 
 _ROWS = ("c_BTH", "z_BTH", "c_half_BMH", "z_half_BMH")

@@ -36,6 +36,7 @@ def sparse_attention(
     group: jax.Array | int = 0,
     selection_BTK: Int[Array, "B T K"] | None = None,
     *,
+    span_BT: tuple[Int[Array, "B T"], Int[Array, "B T"]] | None = None,
     window: int,
     scale: float,
     causal: bool = True,
@@ -53,6 +54,8 @@ def sparse_attention(
         sink_N: per-head sink logits, f32.
         pool_GBPH: the stacked pools, plain or packed (`storage`); only rows `[group, b, selection]` are read.
         selection_BTK: pool entries below P, negative ones absent.
+        span_BT: instead of a selection, the first entry and the one behind the last that each query reads: all between, as one
+            matrix product on XLA; the other implementations are given them as a selection.
         window: W, how many rows back a causal query reads; others read to the end.
         scale: factor on the dot products.
         causal: a query reads window rows up to its own; otherwise up to the end (draft blocks).
@@ -75,16 +78,22 @@ def sparse_attention(
         )
     if first_BT.shape != q_BTNH.shape[:2] or sink_N.shape != q_BTNH.shape[2:3]:
         raise ValueError(f"{first_BT.shape=} must be [B, T] and {sink_N.shape=} [N] to match {q_BTNH.shape=}")
-    if (pool_GBPH is None) != (selection_BTK is None):
-        raise ValueError("a pool and a selection come together")
+    if selection_BTK is not None and span_BT is not None:
+        raise ValueError("a query reads a selection or a span of the pool, not both")
+    if (pool_GBPH is None) != (selection_BTK is None and span_BT is None):
+        raise ValueError("a pool and a selection (or span) come together")
+    if pool_GBPH is not None and span_BT is not None:
+        span_BT, entries = _span(span_BT, q_BTNH), storage.shape(checks.entries("pool_GBPH", pool_GBPH))[2]
+        if (implementation or dispatch.preferred()[0]) != "xla" or entries == 0:
+            entry = jnp.arange(entries, dtype=jnp.int32)
+            seen_BTP = (entry >= span_BT[0][..., None]) & (entry < span_BT[1][..., None])
+            selection_BTK, span_BT = jnp.where(seen_BTP, entry, -1), None
+    if pool_GBPH is not None and span_BT is not None:
+        pool_GBPH = _pool(pool_GBPH, q_BTNH)
+        group = checks.group(group, storage.shape(pool_GBPH)[0])
     if pool_GBPH is not None and selection_BTK is not None:
-        pool_GBPH, selection_BTK = (
-            checks.entries("pool_GBPH", pool_GBPH),
-            checks.integers("selection_BTK", selection_BTK),
-        )
+        pool_GBPH, selection_BTK = _pool(pool_GBPH, q_BTNH), checks.integers("selection_BTK", selection_BTK)
         pool_shape = storage.shape(pool_GBPH)
-        if pool_GBPH.ndim not in (4, 5) or pool_shape[1::2] != q_BTNH.shape[::3]:
-            raise ValueError(f"pool_GBPH.shape={pool_shape} must be [G, B, P, H] to match {q_BTNH.shape=}")
         if selection_BTK.ndim != 3 or selection_BTK.shape[:2] != q_BTNH.shape[:2]:
             raise ValueError(f"{selection_BTK.shape=} must be [B, T, K] to match {q_BTNH.shape=}")
         group = checks.group(group, pool_shape[0])
@@ -95,4 +104,19 @@ def sparse_attention(
     arrays = (q_BTNH, window_BSH, first_BT, sink_N, pool_GBPH, jnp.asarray(group, jnp.int32), selection_BTK)
     static = {"window": window, "scale": scale, "causal": causal}
     module = dispatch.choose("sparse_attention", implementation, interpret, CHOICES, *arrays, **static)
-    return vjp.attend(vjp.Call(module, interpret, window, float(scale), causal), *arrays)
+    return vjp.attend(vjp.Call(module, interpret, window, float(scale), causal), *arrays, span_BT)
+
+
+def _pool(pool_GBPH: Any, q_BTNH: jax.Array) -> Entries:
+    pool_GBPH = checks.entries("pool_GBPH", pool_GBPH)
+    shape = storage.shape(pool_GBPH)
+    if pool_GBPH.ndim not in (4, 5) or shape[1::2] != q_BTNH.shape[::3]:
+        raise ValueError(f"pool_GBPH.shape={shape} must be [G, B, P, H] to match {q_BTNH.shape=}")
+    return pool_GBPH
+
+
+def _span(span_BT: tuple[Any, Any], q_BTNH: jax.Array) -> tuple[jax.Array, jax.Array]:
+    first_BT, end_BT = (checks.integers("span_BT", a) for a in span_BT)
+    if first_BT.shape != q_BTNH.shape[:2] or end_BT.shape != q_BTNH.shape[:2]:
+        raise ValueError(f"span_BT of {first_BT.shape} and {end_BT.shape} must be [B, T] to match {q_BTNH.shape=}")
+    return first_BT, end_BT

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
-from kernels_pallas import dispatch
+from kernels_pallas import checks, dispatch
 from kernels_pallas.dispatch import Unsupported
 from kernels_pallas.sparse_attention import gpu_backward, gpu_forward
 from kernels_pallas.sparse_attention.gpu_forward import Static, Tiles
@@ -46,6 +46,7 @@ def check(
 ) -> None:
     """Unsupported for widths and byte arrays that the hardware path cannot take."""
     del first_BT, sink_N, group, selection_BTK, window, scale, causal
+    checks.without_tail(window_BSH, pool_GBPH)
     if interpret:
         return
     width = q_BTNH.shape[3]

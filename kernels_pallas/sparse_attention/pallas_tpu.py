@@ -25,6 +25,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
+from kernels_pallas import checks
 from kernels_pallas.dispatch import Unsupported
 from kernels_pallas.products import dot
 from kernels_pallas.sparse_attention.tpu_backward import backward
@@ -51,6 +52,7 @@ def check(
 ) -> None:
     """Unsupported for shapes and storages that the hardware path cannot take."""
     del first_BT, sink_N, group, window, scale, causal
+    checks.without_tail(window_BSH, pool_GBPH)
     if interpret:
         return
     heads, width = q_BTNH.shape[2:]

@@ -45,20 +45,28 @@ def attend(
     pool_GBPH: Entries | None,
     group: jax.Array,
     selection_BTK: jax.Array | None,
+    span: xla.Span | None,
 ) -> tuple[jax.Array, jax.Array]:
     """(o_BTNH, lse_BTN); see the door."""
-    return call.module.run(q_BTNH, window_BSH, first_BT, sink_N, pool_GBPH, group, selection_BTK, **call.options)
+    arrays = (q_BTNH, window_BSH, first_BT, sink_N, pool_GBPH, group, selection_BTK)
+    return call.module.run(*arrays, **call.options, **_whole(span))
+
+
+def _whole(span: xla.Span | None) -> dict[str, Any]:
+    """The keyword that only XLA's implementation takes."""
+    return {} if span is None else {"span": span}
 
 
 def _forward(call: Call, *arrays: Any) -> tuple[tuple[jax.Array, jax.Array], Any]:
-    o_BTNH, lse_BTN = call.module.run(*arrays, **call.options)
+    o_BTNH, lse_BTN = call.module.run(*arrays[:-1], **call.options, **_whole(arrays[-1]))
     return (o_BTNH, lse_BTN), (arrays, o_BTNH, lse_BTN)
 
 
 def _backward(call: Call, saved: Any, cotangents: tuple[jax.Array, jax.Array]) -> tuple[Any, ...]:
-    arrays, o_BTNH, lse_BTN = saved
+    # Constants may come back from tracing as arrays of NumPy, which a traced place cannot index.
+    arrays, o_BTNH, lse_BTN = jax.tree.map(jnp.asarray, saved)
     lse_BTN = jnp.where(lse_BTN == -jnp.inf, 0.0, lse_BTN)  # nothing to read and no sink: every weight is exp(-inf - 0)
-    _, window_BSH, _, sink_N, pool_GBPH, _, _ = arrays
+    _, window_BSH, _, sink_N, pool_GBPH, _, _, span = arrays
     do_BTNH, dlse_BTN = cotangents
     # d loss / d s = p * (do . k - do . o + dlse): what does not depend on the entry, once per query and head.
     f32 = jnp.float32
@@ -69,7 +77,7 @@ def _backward(call: Call, saved: Any, cotangents: tuple[jax.Array, jax.Array]) -
         options = call.options | {"interpret": False}
     else:
         options = call.options
-    dq, dwindow, dpool = backward(*arrays, do_BTNH, lse_BTN, shift_BTN, **options)
+    dq, dwindow, dpool = backward(*arrays[:-1], do_BTNH, lse_BTN, shift_BTN, **options, **_whole(span))
     dsink_N = jnp.sum(jnp.exp(sink_N.astype(f32) - lse_BTN) * shift_BTN, axis=(0, 1)).astype(sink_N.dtype)
     return (
         dq,
@@ -77,6 +85,7 @@ def _backward(call: Call, saved: Any, cotangents: tuple[jax.Array, jax.Array]) -
         None,
         dsink_N,
         _none_if_packed(pool_GBPH, dpool),
+        None,
         None,
         None,
     )

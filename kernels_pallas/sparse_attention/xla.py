@@ -24,6 +24,9 @@ _CACHED_ELEMENTS = 1 << 19
 _CACHED_QUERIES = 8  # that a block has at least
 
 
+Span = tuple[jax.Array, jax.Array]  # first entry that a query sees, and the one behind the last, [B, T] each
+
+
 class _Place(NamedTuple):
     """Static and shared arguments of every block."""
 
@@ -32,6 +35,7 @@ class _Place(NamedTuple):
     group: jax.Array | int
     scale: float
     window: int
+    all_BPH: jax.Array | None  # the pool as numbers, where queries read all of it that they see
 
 
 def run(
@@ -47,10 +51,12 @@ def run(
     scale: float,
     causal: bool,
     interpret: Any = False,
+    span: Span | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """(o_BTNH, lse_BTN); see the door."""
     del interpret
-    place, size, arrays = _prepare(q_BTNH, window_BSH, first_BT, pool_GBPH, group, selection_BTK, window, scale, causal)
+    pool = (pool_GBPH, group, selection_BTK, span)
+    place, size, arrays = _prepare(q_BTNH, window_BSH, first_BT, *pool, window, scale, causal)
     o_BTNH, lse_BTN = map_query_blocks(functools.partial(_attend, place, sink_N), size, *arrays)
     return o_BTNH, lse_BTN
 
@@ -71,13 +77,15 @@ def backward(
     scale: float,
     causal: bool,
     interpret: Any = False,
+    span: Span | None = None,
 ) -> tuple[jax.Array, jax.Array, jax.Array | None]:
     """Cotangents (dq in q's dtype, dwindow f32 [B, S, H], dpool f32 [G, B, P, H] or None).
 
     shift_BTN: dlse - do . o, so that d loss / d s = p (do . k + shift).
     """
     del interpret, sink_N
-    place, size, arrays = _prepare(q_BTNH, window_BSH, first_BT, pool_GBPH, group, selection_BTK, window, scale, causal)
+    pool = (pool_GBPH, group, selection_BTK, span)
+    place, size, arrays = _prepare(q_BTNH, window_BSH, first_BT, *pool, window, scale, causal)
     sums = (
         jnp.zeros(place.window_BSH.shape, jnp.float32),
         None if pool_GBPH is None else jnp.zeros(storage.shape(pool_GBPH), jnp.float32),
@@ -95,6 +103,7 @@ def _prepare(
     pool_GBPH: Entries | None,
     group: jax.Array | int,
     selection_BTK: jax.Array | None,
+    span: Span | None,
     window: int,
     scale: float,
     causal: bool,
@@ -115,17 +124,18 @@ def _prepare(
         size = min(size, max(1, _GATHER_ELEMENTS // per_query))
         if jax.default_backend() == "cpu":
             size = min(size, max(_CACHED_QUERIES, _CACHED_ELEMENTS // per_query))
-    place = _Place(window_BSH, pool_GBPH, group, scale, window if causal else rows)
-    return (
-        place,
-        size,
-        (
-            q_BTNH,
-            first_BT,
-            end_BT,
-            *(() if selection_BTK is None else (selection_BTK + 1,)),  # a padding query's 0 then means absent
-        ),
-    )
+    all_BPH = None
+    if span is not None and pool_GBPH is not None:
+        entries = storage.shape(pool_GBPH)[2]
+        all_BPH = storage.chunk(pool_GBPH, group, 0, entries).astype(q_BTNH.dtype)
+        size = min(size, max(1, _GATHER_ELEMENTS // (batch * q_BTNH.shape[2] * entries)))
+    place = _Place(window_BSH, pool_GBPH, group, scale, window if causal else rows, all_BPH)
+    pool = ()
+    if selection_BTK is not None:
+        pool = (selection_BTK + 1,)  # a padding query's 0 then means absent
+    elif span is not None:
+        pool = (jnp.stack(span, axis=-1),)  # a padding query's entries end at 0
+    return place, size, (q_BTNH, first_BT, end_BT, *pool)
 
 
 class _Read(NamedTuple):
@@ -134,7 +144,7 @@ class _Read(NamedTuple):
     start: jax.Array | int  # first window row
     window_BSH: jax.Array
     scores_BTNS: jax.Array
-    pool_BTKH: jax.Array | None
+    pool_BTKH: jax.Array | None  # [B, P, H] where all of the pool is read
     scores_BTNK: jax.Array | None
 
 
@@ -159,6 +169,13 @@ def _read(
     scores_BTNS = _masked(jnp.where(broken_BS[:, None, None], jnp.nan, scores_BTNS), seen_BTS[:, :, None, :])
     if place.pool_GBPH is None or slot_BTK is None:
         return _Read(start, keys_BSH, scores_BTNS, None, None)
+    if place.all_BPH is not None:
+        entry = jnp.arange(place.all_BPH.shape[1])
+        seen_BTP = (entry >= slot_BTK[..., :1]) & (entry < slot_BTK[..., 1:])
+        # What nobody wrote yet may be anything, and must not leak through 0 * NaN.
+        all_BPH = jnp.where(jnp.any(seen_BTP, axis=1)[..., None], place.all_BPH, 0)
+        scores_BTNP = einsum("btnh,bph->btnp", q_BTNH, all_BPH) * place.scale
+        return _Read(start, keys_BSH, scores_BTNS, all_BPH, _masked(scores_BTNP, seen_BTP[:, :, None, :]))
     selection_BTK = slot_BTK - 1
     picked_BTKH = storage.gather(place.pool_GBPH, place.group, jnp.maximum(selection_BTK, 0)).astype(q_BTNH.dtype)
     # An absent slot reads entry 0; whatever lies there, NaN included, must not leak through 0 * NaN.
@@ -178,7 +195,7 @@ def _attend(place: _Place, sink_N: jax.Array, q_BTNH: jax.Array, *rows: jax.Arra
     total = functools.reduce(jnp.add, [jnp.sum(w, axis=-1) for w in weights])
     numerator = einsum("btns,bsh->btnh", formats.round_to(weights[0], q_BTNH.dtype), read.window_BSH)
     if read.pool_BTKH is not None:
-        numerator += einsum("btnk,btkh->btnh", formats.round_to(weights[1], q_BTNH.dtype), read.pool_BTKH)
+        numerator += _over_pool(formats.round_to(weights[1], q_BTNH.dtype), read.pool_BTKH)
     sink = jnp.broadcast_to(sink_N.astype(jnp.float32), peak.shape)
     o_BTNH = numerator / (total + jnp.exp(jnp.where(empty, 0.0, sink) - peak))[..., None]
     peak = jnp.where(empty, sink, peak)
@@ -205,10 +222,19 @@ def _backward_block(
     old_BSH = lax.dynamic_slice_in_dim(dwindow_BSH, read.start, new_BSH.shape[1], axis=1)
     dwindow_BSH = lax.dynamic_update_slice_in_dim(dwindow_BSH, old_BSH + new_BSH, read.start, axis=1)
     if read.pool_BTKH is not None and read.scores_BTNK is not None and slot_BTK is not None:
-        dp_BTNK = jnp.swapaxes(einsum("btkh,btnh->btkn", read.pool_BTKH, do_BTNH), 2, 3)
+        if read.pool_BTKH.ndim == 3:
+            dp_BTNK = einsum("btnh,bph->btnp", do_BTNH, read.pool_BTKH)
+        else:
+            dp_BTNK = jnp.swapaxes(einsum("btkh,btnh->btkn", read.pool_BTKH, do_BTNH), 2, 3)
         p_BTNK, ds_BTNK = _weights(read.scores_BTNK, dp_BTNK, lse_BTN, shift_BTN, place.scale)
-        dq_BTNH += einsum("btnk,btkh->btnh", ds_BTNK.astype(low), read.pool_BTKH)
-        if not isinstance(place.pool_GBPH, storage.Packed) and dpool_GBPH is not None:
+        dq_BTNH += _over_pool(ds_BTNK.astype(low), read.pool_BTKH)
+        if isinstance(place.pool_GBPH, storage.Packed) or dpool_GBPH is None:
+            return (dwindow_BSH, dpool_GBPH), dq_BTNH.astype(low)
+        if read.pool_BTKH.ndim == 3:
+            new_BPH = einsum("btnp,btnh->bph", ds_BTNK.astype(low), q_BTNH)
+            new_BPH += einsum("btnp,btnh->bph", p_BTNK.astype(low), do_BTNH.astype(low))
+            dpool_GBPH = dpool_GBPH.at[place.group].add(new_BPH)
+        else:
             new_BTKH = einsum("btnk,btnh->btkh", ds_BTNK.astype(low), q_BTNH) + einsum(
                 "btnk,btnh->btkh", p_BTNK.astype(low), do_BTNH.astype(low)
             )
@@ -216,6 +242,12 @@ def _backward_block(
             entry_BTK = jnp.where(slot_BTK == 0, dpool_GBPH.shape[2], slot_BTK - 1)  # out of range: dropped
             dpool_GBPH = dpool_GBPH.at[place.group, b, entry_BTK].add(new_BTKH, mode="drop")
     return (dwindow_BSH, dpool_GBPH), dq_BTNH.astype(low)
+
+
+def _over_pool(weights_BTNK: jax.Array, pool_BTKH: jax.Array) -> jax.Array:
+    """Weighted sums of entries: of each query's own, or of all [B, P, H]."""
+    of = "btnk,bkh->btnh" if pool_BTKH.ndim == 3 else "btnk,btkh->btnh"
+    return einsum(of, weights_BTNK, pool_BTKH)
 
 
 def _weights(
