@@ -1,7 +1,7 @@
 """What the model that comes with the package is worth: its loss beside n-grams and gzip, its cache, its drafts, its words.
 
     python -m train.corpus                 once: the text that it was trained on, and what was held out
-    python benchmarks/default_model.py     about five minutes on two CPU cores
+    python benchmarks/default_model.py     about ten minutes on two CPU cores
 
 The text is what the running Python brings, so that figures differ a little between versions. n-grams are counted on the same
 training tokens and measured on the same held-out ones; gzip sees the same bytes. Documents are read in pieces, each without what
@@ -161,7 +161,7 @@ def show_answers(model: Any, tokenizer: Any, text: Text, questions: int) -> None
         answer = "".join(part for _, part in conversation.say(question))
         if number < SHOWN:
             print(f"> {question}\n{answer}\n(its docstring: {record['completion']})\n")
-    kept = ", ".join(f"{share:.0%}" for share in engine.acceptance.by_place)
+    kept = ", ".join("-" if share != share else f"{share:.0%}" for share in engine.acceptance.by_place)
     print(f"drafts, greedy: {engine.acceptance.tokens_per_round:.2f} tokens a round; kept by place {kept}")
 
 
@@ -170,17 +170,18 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", type=Path, default=default_model(), help="another model in the release's layout")
     parser.add_argument("--text", type=Path, default=Path("build/default"), help="what python -m train.corpus wrote")
-    parser.add_argument("--lengths", type=int, nargs="+", default=[512, 2048], help="tokens of a piece")
-    parser.add_argument("--questions", type=int, default=40, help="held-out questions that are answered")
+    parser.add_argument("--lengths", type=int, nargs="*", default=[512], help="tokens of a piece; none for no losses")
+    parser.add_argument("--questions", type=int, default=24, help="held-out questions that are answered")
     parser.add_argument("--plain", action="store_true", help="without roundings to fp8 and fp4, in float32")
     arguments = parser.parse_args()
     exact: dict[str, Any] = {"compute_dtype": "float32", "fake_quant": False} if arguments.plain else {}
     model = load_checkpoint(arguments.model, **exact)
     config: ModelConfig = model.config
     text = read_text(arguments.text, arguments.model, config)
-    show_losses(model, text, tuple(arguments.lengths), config.vocab_size)
+    if arguments.lengths:
+        show_losses(model, text, tuple(arguments.lengths), config.vocab_size)
     show_cache(config)
-    if not arguments.plain:
+    if arguments.questions and not arguments.plain:
         show_answers(model, find_tokenizer(arguments.model, config), text, arguments.questions)
 
 
