@@ -82,7 +82,9 @@ def save_checkpoint(
         part.mkdir(parents=True)
         (part / "config.json").write_text(json.dumps(config.to_hf(), indent=2) + "\n", encoding="utf-8")
         save_file(tensors, part / "model.safetensors", metadata={"format": "pt"})
-        os.chmod(part / "model.safetensors", (part / "config.json").stat().st_mode & 0o666)  # safetensors writes for us alone
+        os.chmod(
+            part / "model.safetensors", (part / "config.json").stat().st_mode & 0o666
+        )  # safetensors writes for us alone
         for file in beside:
             shutil.copyfile(file, part / Path(file).name)
         part.rename(directory)
