@@ -84,7 +84,7 @@ def save_checkpoint(
         save_file(tensors, part / "model.safetensors", metadata={"format": "pt"})
         os.chmod(
             part / "model.safetensors", (part / "config.json").stat().st_mode & 0o666
-        )  # safetensors writes for us alone
+        )  # safetensors writes for its owner alone
         for file in beside:
             shutil.copyfile(file, part / Path(file).name)
         part.rename(directory)

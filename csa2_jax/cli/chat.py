@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import importlib
+import itertools
 import json
 import sys
 from collections.abc import Callable, Generator
@@ -89,9 +90,11 @@ def main(
     history = None if load is None else read_history(load)
 
     from csa2_jax.checkpoint import load_checkpoint
+    from csa2_jax.cli.programs import keep_programs
     from csa2_jax.conversation import Conversation
     from csa2_jax.engine import Engine
 
+    keep_programs()
     with console.status("reading the weights"):
         loaded = load_checkpoint(
             model, compute_dtype=compute_dtype, fake_quant=fake_quant, weights=weights, implementation=implementation
@@ -169,7 +172,10 @@ class Terminal:
     def _show(self, answer: Generator[tuple[str, str], None, None]) -> None:
         last = ""
         try:
-            for kind, text in answer:
+            # The first answer waits for the programs to be compiled, others for no more than their prompt.
+            with self.console.status("compiling, once" if not self.conversation.turn.tokens else "reading"):
+                first = list(itertools.islice(answer, 1))
+            for kind, text in itertools.chain(first, answer):
                 if last and kind != last:
                     self.console.print("\n")
                 last = kind

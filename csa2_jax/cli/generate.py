@@ -88,6 +88,7 @@ def main(
         )
 
     from csa2_jax.checkpoint import load_checkpoint
+    from csa2_jax.cli.programs import keep_programs
     from csa2_jax.generation import check_request, generate
     from csa2_jax.sampling import Sampling
 
@@ -98,6 +99,7 @@ def main(
         raise ValueError("--speculative needs a model with a draft head; this one has num_nextn_predict_layers=0")
     if storage == "packed" and not fake_quant:
         raise ValueError("--storage packed keeps rounded numbers and needs --fake-quant")
+    keep_programs()
     started = time.perf_counter()
     loaded = load_checkpoint(
         model, compute_dtype=compute_dtype, fake_quant=fake_quant, weights=weights, implementation=implementation
