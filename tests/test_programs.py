@@ -13,7 +13,7 @@ from csa2_jax.cli.programs import keep_programs
 
 @pytest.fixture
 def folder() -> Iterator[None]:
-    before = jax.config.read("jax_compilation_cache_dir")
+    before = jax.config.jax_compilation_cache_dir
     yield
     jax.config.update("jax_compilation_cache_dir", before)
 
@@ -23,7 +23,7 @@ def test_programs_are_kept_in_the_cache_folder(tmp_path: Path, monkeypatch: pyte
     monkeypatch.delenv("JAX_COMPILATION_CACHE_DIR", raising=False)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     keep_programs()
-    assert jax.config.read("jax_compilation_cache_dir") == str(tmp_path / "cache" / "csa2-jax")
+    assert jax.config.jax_compilation_cache_dir == str(tmp_path / "cache" / "csa2-jax")
     assert (tmp_path / "cache" / "csa2-jax").is_dir()
 
 
@@ -31,7 +31,7 @@ def test_programs_are_kept_in_the_cache_folder(tmp_path: Path, monkeypatch: pyte
 def test_a_place_that_is_set_or_cannot_be_written_is_left_alone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    before = jax.config.read("jax_compilation_cache_dir")
+    before = jax.config.jax_compilation_cache_dir
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setenv("JAX_COMPILATION_CACHE_DIR", str(tmp_path / "mine"))
     keep_programs()
@@ -40,4 +40,4 @@ def test_a_place_that_is_set_or_cannot_be_written_is_left_alone(
     (tmp_path / "file").write_text("in the way")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
     keep_programs()
-    assert jax.config.read("jax_compilation_cache_dir") == before
+    assert jax.config.jax_compilation_cache_dir == before
