@@ -44,11 +44,9 @@ def flops_per_token(config: ModelConfig, parts: Parts, tokens: int) -> float:
     width = config.num_attention_heads * config.head_dim
     for spec in config.plan.layers:
         entries = tokens // (2 * spec.ratio) if spec.ratio else 0  # visible to the middle query
-        read = min(config.sliding_window, tokens) + (
-            min(config.index_topk, entries) if spec.mode is not Mode.SWA else 0
-        )
-        total += 12.0 * width * read
-        if spec.mode in (Mode.FULL, Mode.REINDEX):
+        of_pool = {Mode.SWA: 0, Mode.HCA: entries}.get(spec.mode, min(config.index_topk, entries))
+        total += 12.0 * width * (min(config.sliding_window, tokens) + of_pool)
+        if spec.mode.selects:
             total += 2.0 * config.index_n_heads * config.index_head_dim * entries
     return total
 
