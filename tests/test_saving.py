@@ -61,7 +61,7 @@ def test_quantised_weights_are_the_nearest_codes_with_the_smallest_scale_that_ho
         np.float32
     )
     weight[:32, :32] = 0
-    codes, scales = quantise(weight, rows, kind)
+    codes, scales = quantise(weight, (rows, 32), kind)
     exponents = scales.astype(int) - 127
     grid_dtype = ml_dtypes.float8_e4m3fn if kind == "fp8" else ml_dtypes.float4_e2m1fn
     every = np.arange(256 if kind == "fp8" else 16, dtype=np.uint8).view(grid_dtype).astype(np.float64)

@@ -241,8 +241,8 @@ def test_scales_are_the_smallest_powers_of_two_that_hold_the_largest(tile: int, 
         values = np.zeros((tile, 32), np.float32)
         for i, power in enumerate(powers):
             values[0, 3] = -amax * power
-            assert tile_exponents(values, tile, largest)[0, 0] == expected + i - 20
-    assert tile_exponents(np.zeros((tile, 32), np.float32), tile, largest)[0, 0] == 0
+            assert tile_exponents(values, (tile, 32), largest)[0, 0] == expected + i - 20
+    assert tile_exponents(np.zeros((tile, 32), np.float32), (tile, 32), largest)[0, 0] == 0
 
 
 # ---- pieces ----
