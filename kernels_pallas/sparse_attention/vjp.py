@@ -45,7 +45,7 @@ def attend(
     pool_GBPH: Entries | None,
     group: jax.Array,
     selection_BTK: jax.Array | None,
-    span: xla.Span | None,
+    span: xla.Span | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """(o_BTNH, lse_BTN); see the door."""
     arrays = (q_BTNH, window_BSH, first_BT, sink_N, pool_GBPH, group, selection_BTK)
