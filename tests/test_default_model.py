@@ -44,8 +44,8 @@ def test_it_has_every_part_of_the_released_model() -> None:
 
 
 def test_it_has_learned_python() -> None:
-    """Bits per byte of a file that it has not seen (one of ours), with the roundings of serving: less than half of an untrained
-    model's, and less than what compressing it by itself takes."""
+    """Bits per byte of a file that it has not seen (one of ours), with the roundings of serving: two thirds of an untrained
+    model's at most, and two thirds of what compressing the same text takes."""
     import gzip
 
     text = (ROOT / "csa2_jax" / "sampling.py").read_text(encoding="utf-8")
@@ -59,8 +59,8 @@ def test_it_has_learned_python() -> None:
     nats = -jnp.take_along_axis(jax.nn.log_softmax(logits), np.array(ids[1:])[:, None], axis=-1).sum()
     bits = float(nats) / np.log(2) / seen
     untrained = np.log2(config().vocab_size) * (len(ids) - 1) / seen
-    assert bits < 0.55 * untrained
-    assert bits < 8 * len(gzip.compress(text.encode()[:seen], 9)) / seen
+    assert bits < untrained * 2 / 3
+    assert bits < 8 * len(gzip.compress(text.encode()[:seen], 9)) / seen * 2 / 3
 
 
 def test_generate_takes_it_when_no_model_is_named(capsys: pytest.CaptureFixture[str]) -> None:
