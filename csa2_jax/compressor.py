@@ -68,8 +68,12 @@ class Pooling(nnx.Module):
     ) -> Compressed:
         """Latents and rotated entries of the groups of this call, and what waits after it; `storage`: of `compress_entries`."""
         c_half, z_half = (None, None) if half_YBMW is None else half_YBMW
+        c_BTW, z_BTW = self.rows(x_BTD, numerics)
+        if self.overlap and step.origin_BT is not None and z_BTW is not None:
+            c_BTW, z_BTW = _end_with_documents(c_BTW, z_BTW, step.origin_BT, self.ratio)
         return compress_entries(
-            *self.rows(x_BTD, numerics),
+            c_BTW,
+            z_BTW,
             c_half,
             z_half,
             step.start_B % self.ratio,
@@ -182,6 +186,19 @@ class Compressor(Pooling):
         if not isinstance(pool.key_GBPJ, Packed):  # packed storage rounds by itself
             key_BEJ = numerics.fake(key_BEJ, formats.INDEX)
         return key_BEJ, halves
+
+
+def _end_with_documents(
+    c_BTW: jax.Array, z_BTW: jax.Array, origin_BT: jax.Array, ratio: int
+) -> tuple[jax.Array, jax.Array]:
+    """C and Z with nothing for the next group's entry where that group begins another document."""
+    tokens = origin_BT.shape[1]
+    column = jnp.arange(tokens)
+    begins_BT = jnp.pad(origin_BT == column, ((0, 0), (0, ratio)))
+    last_BT1 = begins_BT[:, (column // ratio + 1) * ratio, None]
+    half = c_BTW.shape[2] // 2
+    c_BTH, z_BTH = jnp.where(last_BT1, 0.0, c_BTW[..., :half]), jnp.where(last_BT1, -jnp.inf, z_BTW[..., :half])
+    return jnp.concatenate([c_BTH, c_BTW[..., half:]], axis=-1), jnp.concatenate([z_BTH, z_BTW[..., half:]], axis=-1)
 
 
 def _put(
