@@ -11,7 +11,6 @@ read all of their pool that is complete. Sources: arXiv 2609.19969 (CSA2); DeepS
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -130,14 +129,14 @@ class Attention(nnx.Module):
         first_BT = step.decoder_first_BT if role.in_decoder else step.first_BT
         window = {"window": config.sliding_window, "scale": config.head_dim**-0.5, **numerics.kernels}
         pool_GBPH = shared.pool.kv_GBPH if reads_pool and shared.pool is not None else None
-        selected: dict[str, Any] = {}
+        span, selection_BTK = {}, None
         if role.mode is Mode.HCA:
             end_BT, begin_BT = visible_entries(step, role.ratio)
-            selected["span_BT"] = (jnp.zeros_like(end_BT) if begin_BT is None else begin_BT, end_BT)
+            span["span_BT"] = (jnp.zeros_like(end_BT) if begin_BT is None else begin_BT, end_BT)
         elif pool_GBPH is not None:
-            selected["selection_BTK"] = shared.selection_BTK
+            selection_BTK = shared.selection_BTK
         o_BTNH, lse_BTN = sparse_attention(
-            q_BTNH, rows_BSH, first_BT, self.attn_sink[...], pool_GBPH, role.group, **selected, **window
+            q_BTNH, rows_BSH, first_BT, self.attn_sink[...], pool_GBPH, role.group, selection_BTK, **span, **window
         )
         if "window_lse" in capture:  # what the pool's part of a softmax is held against, whichever entries that reads
             _, seen["window_lse"] = sparse_attention(q_BTNH, rows_BSH, first_BT, self.attn_sink[...], **window)
