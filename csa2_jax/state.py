@@ -139,15 +139,16 @@ def make_pools(
         entries = pool_capacity(config, ratio, max_length)
         entries = -(-entries // stored.LANES) * stored.LANES if units else entries
         shape = (groups, batch, entries)
+        keyed, key = config.plan.has_keys(ratio), None
         if storage == "packed":
             kv: Entries = stored.empty((*shape, config.head_dim), formats.pool_format(config), units=units)
-            key: Entries | None = stored.empty((*shape, config.index_head_dim), formats.INDEX, units=units)
+            key = stored.empty((*shape, config.index_head_dim), formats.INDEX, units=units) if keyed else None
         else:
             kv = stored.in_rows(jnp.zeros((*shape, config.head_dim), _NUMBERS[storage]))
-            key = jnp.zeros((*shape, config.index_head_dim), _NUMBERS[storage])
+            key = jnp.zeros((*shape, config.index_head_dim), _NUMBERS[storage]) if keyed else None
         pools[pool_name(ratio)] = Pool(
             kv,
-            key if config.plan.has_keys(ratio) else None,
+            key,
             open_groups(config, ratio, groups, batch, config.head_dim) if ratio > 1 else None,
             open_groups(config, ratio, groups, batch, config.index_head_dim) if own_keys(config, ratio) else None,
         )
